@@ -123,6 +123,8 @@ func openSession(root *os.Root, id string, resume bool, model, workspace string)
 	if !validSessionID(id) {
 		return nil, errBadSessionID
 	}
+	// O_APPEND: a write goes to the end even if the cut after a failed one did not work.
+	// O_EXCL decides between two that make the same session, and makes no link's target.
 	j, flags := &journal{root: root, id: id}, os.O_RDWR|os.O_APPEND
 	var err error
 	if !resume {
@@ -132,6 +134,7 @@ func openSession(root *os.Root, id string, resume bool, model, workspace string)
 	if err == nil {
 		j.file, err = root.OpenFile(filepath.Join(id, journalName), flags, fileMode)
 	}
+	// The lock comes before the first look: what is read and repaired is nobody else's.
 	if err == nil {
 		err = flockFile(j.file)
 	}
@@ -156,9 +159,10 @@ func openSession(root *os.Root, id string, resume bool, model, workspace string)
 // close gives the session free. Everything that was promised is on disk by then.
 func (j *journal) close() { _ = j.file.Close() }
 
-// read replays the journal. Lines at its end that are no JSON, or have no newline,
-// are a write that a crash tore: they are cut. Before a whole line they are
-// damage, as is a whole line out of order; then nothing is changed, since a reader
+// read replays the journal, at a memory of about twice its size, which the model's
+// context keeps to a few MiB in practice. Lines at its end that are no JSON, or have
+// no newline, are a write that a crash tore: they are cut. Before a whole line they
+// are damage, as is a whole line out of order; then nothing is changed, since a reader
 // that skipped it would send a history that never was.
 func (j *journal) read() error {
 	data, err := io.ReadAll(j.file)
@@ -177,7 +181,8 @@ func (j *journal) read() error {
 }
 
 // cut saves torn, the bytes behind the last whole record, beside the journal, cuts
-// them off and notes it. A crash in between leaves them in both places.
+// them off and notes it. Appending behind them would put two records on a line. A
+// crash in between leaves them in both places; without room to save, nothing is cut.
 func (j *journal) cut(torn []byte) error {
 	if len(torn) == 0 {
 		return nil
@@ -238,7 +243,7 @@ func (j *journal) replay(line []byte) bool {
 		j.pending, j.started, j.answered = rec.Calls, "", len(rec.Calls) == 0
 	case recToolStart:
 		j.started = rec.Call
-	case recToolResult:
+	case recToolResult: // servers match results to calls by id: one answers all of the same id
 		j.pending = slices.DeleteFunc(j.pending, func(id string) bool { return id == rec.Call })
 	case recNote:
 		j.answered = false
