@@ -143,6 +143,7 @@ func readFrame(r io.Reader, limit int, started func()) (envelope, error) {
 	if _, err := io.ReadFull(r, first); err != nil {
 		return envelope{}, err
 	}
+	// One byte is enough to tell a stranger at once, who may be waiting for an answer.
 	started()
 	if first[0] != 0 { // "G" of an HTTP request, "{" of a JSON line, or 16 MiB and more
 		return envelope{}, newWireError(codeBadFrame, "this socket speaks frames, a length and then JSON: see docs/protocol.md")
@@ -178,6 +179,7 @@ func decodeEnvelope(body []byte) (envelope, error) {
 		bad.Data = map[string]any{"supported": []int{protocolVersion}}
 		return e, bad
 	}
+	// The range of the id is the wire's; that a request may not use 0 is the daemon's.
 	if err != nil || e.ID < 0 || e.ID > frameIDMax || !plainObject(e.Msg) {
 		return e, newWireError(codeBadFrame, "an envelope needs an id from 0 to 2^53-1, a boolean final, and a msg that is an object and names no member twice")
 	}
