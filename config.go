@@ -214,59 +214,59 @@ func loadConfig(args, env []string, cwd string) (*config, error) {
 func (l *loader) schema() []field {
 	const aPath, aWord, aVar = "an absolute path, or ~/ with HOME set", "1 to 200 bytes of printable text", "the name of a variable"
 	const ms, maxInt = time.Millisecond, 1<<31 - 1
-	file := func(p *string) func(any) string { return text(p, l.path, aPath) }
-	name := func(p *string) func(any) string { return text(p, variable, aVar) }
-	wait := func(p *time.Duration) func(any) string { return number(p, ms, 0, 10*minute) }
+	file := func(p *string) func(any) string { return textKey(p, l.path, aPath) }
+	name := func(p *string) func(any) string { return textKey(p, variable, aVar) }
+	wait := func(p *time.Duration) func(any) string { return numberKey(p, ms, 0, 10*minute) }
 	word := func(p *string, set string) func(any) string {
-		return text(p, func(s string) string { return keep(s, in(set, s)) }, "one of "+set)
+		return textKey(p, func(s string) string { return keep(s, in(set, s)) }, "one of "+set)
 	}
-	free := func(p *string) func(any) string { return text(p, strings.Clone, "a text that is not empty") }
+	free := func(p *string) func(any) string { return textKey(p, strings.Clone, "a text that is not empty") }
 	return []field{
-		{key: "infer.socket", set: text(&l.socket, l.socketPath, "an absolute path of at most 107 bytes"), twin: "infer.base_url"},
-		{key: "infer.base_url", flag: "base-url", env: urlVars, set: text(&l.baseURL, serverURL, "http:// or https:// with a host and no user name, or unix:/PATH"), twin: "infer.socket"},
-		{key: "infer.model", flag: "model", env: modelVars, set: text(&l.model, printable, aWord)},
-		{key: "infer.api_key_env", set: text(&l.keyEnv, variable, aVar+", never the key itself"), twin: "infer.api_key_file"},
+		{key: "infer.socket", set: textKey(&l.socket, l.socketPath, "an absolute path of at most 107 bytes"), twin: "infer.base_url"},
+		{key: "infer.base_url", flag: "base-url", env: urlVars, set: textKey(&l.baseURL, serverURL, "http:// or https:// with a host and no user name, or unix:/PATH"), twin: "infer.socket"},
+		{key: "infer.model", flag: "model", env: modelVars, set: textKey(&l.model, printable, aWord)},
+		{key: "infer.api_key_env", set: textKey(&l.keyEnv, variable, aVar+", never the key itself"), twin: "infer.api_key_file"},
 		{key: "infer.api_key_file", set: file(&l.keyFile), twin: "infer.api_key_env"},
-		{key: "infer.api_key_header", set: text(&l.keyHeader, headerName, "a header name of letters, digits, _ and -")},
-		{key: "infer.max_tokens", set: number(&l.maxTokens, 1, 1, maxInt)},
-		{key: "infer.temperature", set: decimal(&l.temperature, 100)}, // vendors stop at 2, local servers do not
-		{key: "infer.top_p", set: decimal(&l.topP, 1)},
-		{key: "infer.seed", set: func(v any) string { l.seed = new(int64); return number(l.seed, 1, -1<<63, 1<<63-1)(v) }},
-		{key: "infer.reasoning_effort", set: text(&l.reasoningEffort, printable, aWord)},
-		{key: "infer.allow_insecure_http", env: "BELAY_ALLOW_INSECURE_HTTP", set: toggle(&l.allowHTTP), def: false},
-		{key: "infer.wait_for_server", set: toggle(&l.waitForServer), def: false},
-		{key: "slots.main", set: number(&l.slotMain, 1, 0, 127), def: int64(0)},
-		{key: "slots.background", set: number(&l.slotBackground, 1, 0, 127), def: int64(1)},
-		{key: "expect.template_sha256", set: text(&l.expectTemplate, sha256Hex, "64 hex digits")},
-		{key: "expect.n_ctx", set: number(&l.expectCtx, 1, 512, 16_777_216)},
-		{key: "expect.slots", set: number(&l.expectSlots, 1, 1, 128)},
-		{key: "limits.poll_ms", set: number(&l.poll, ms, 10, minute), def: int64(1000)},
-		{key: "limits.liveness_ms", set: number(&l.liveness, ms, 100, hour), def: int64(5 * minute)}, // a long prompt is silent for minutes
-		{key: "limits.retry_backoff_ms", set: list(&l.backoff, maxResends, wait), def: []any{int64(500), int64(2000), int64(8000), int64(20_000)}},
-		{key: "limits.max_turns", flag: "max-turns", on: "exec", set: number(&l.maxTurns, 1, 1, maxInt), def: int64(200)},
-		{key: "limits.command_timeout_ms", set: number(&l.commandTimeout, ms, 1000, 10*minute), def: int64(2 * minute)}, // the Bash tool's clamp
-		{key: "limits.max_total_tokens", set: number(&l.maxTotalTokens, 1, 0, 1<<63-1), def: int64(0)},
-		{key: "limits.drain_ms", set: number(&l.drain, ms, 0, hour), def: int64(minute / 2)},
-		{key: "limits.load_timeout_ms", set: number(&l.loadTimeout, ms, 1000, 24*hour), def: int64(10 * minute)}, // weights from a slow disk
-		{key: "limits.max_frame_bytes", set: number(&l.maxFrame, 1, 64<<10, 15<<20), def: int64(8 << 20)},        // first byte of the length is 0
-		{key: "limits.max_clients", set: number(&l.maxClients, 1, 1, 1024), def: int64(64)},                      // 4 MiB of queue each
-		{key: "limits.max_queue", set: number(&l.maxQueue, 1, 0, 1024), def: int64(16)},
+		{key: "infer.api_key_header", set: textKey(&l.keyHeader, headerName, "a header name of letters, digits, _ and -")},
+		{key: "infer.max_tokens", set: numberKey(&l.maxTokens, 1, 1, maxInt)},
+		{key: "infer.temperature", set: decimalKey(&l.temperature, 100)}, // vendors stop at 2, local servers do not
+		{key: "infer.top_p", set: decimalKey(&l.topP, 1)},
+		{key: "infer.seed", set: func(v any) string { l.seed = new(int64); return numberKey(l.seed, 1, -1<<63, 1<<63-1)(v) }},
+		{key: "infer.reasoning_effort", set: textKey(&l.reasoningEffort, printable, aWord)},
+		{key: "infer.allow_insecure_http", env: "BELAY_ALLOW_INSECURE_HTTP", set: toggleKey(&l.allowHTTP), def: false},
+		{key: "infer.wait_for_server", set: toggleKey(&l.waitForServer), def: false},
+		{key: "slots.main", set: numberKey(&l.slotMain, 1, 0, 127), def: int64(0)},
+		{key: "slots.background", set: numberKey(&l.slotBackground, 1, 0, 127), def: int64(1)},
+		{key: "expect.template_sha256", set: textKey(&l.expectTemplate, sha256Hex, "64 hex digits")},
+		{key: "expect.n_ctx", set: numberKey(&l.expectCtx, 1, 512, 16_777_216)},
+		{key: "expect.slots", set: numberKey(&l.expectSlots, 1, 1, 128)},
+		{key: "limits.poll_ms", set: numberKey(&l.poll, ms, 10, minute), def: int64(1000)},
+		{key: "limits.liveness_ms", set: numberKey(&l.liveness, ms, 100, hour), def: int64(5 * minute)}, // a long prompt is silent for minutes
+		{key: "limits.retry_backoff_ms", set: listKey(&l.backoff, maxResends, wait), def: []any{int64(500), int64(2000), int64(8000), int64(20_000)}},
+		{key: "limits.max_turns", flag: "max-turns", on: "exec", set: numberKey(&l.maxTurns, 1, 1, maxInt), def: int64(200)},
+		{key: "limits.command_timeout_ms", set: numberKey(&l.commandTimeout, ms, 1000, 10*minute), def: int64(2 * minute)}, // the Bash tool's clamp
+		{key: "limits.max_total_tokens", set: numberKey(&l.maxTotalTokens, 1, 0, 1<<63-1), def: int64(0)},
+		{key: "limits.drain_ms", set: numberKey(&l.drain, ms, 0, hour), def: int64(minute / 2)},
+		{key: "limits.load_timeout_ms", set: numberKey(&l.loadTimeout, ms, 1000, 24*hour), def: int64(10 * minute)}, // weights from a slow disk
+		{key: "limits.max_frame_bytes", set: numberKey(&l.maxFrame, 1, 64<<10, 15<<20), def: int64(8 << 20)},        // first byte of the length is 0
+		{key: "limits.max_clients", set: numberKey(&l.maxClients, 1, 1, 1024), def: int64(64)},                      // 4 MiB of queue each
+		{key: "limits.max_queue", set: numberKey(&l.maxQueue, 1, 0, 1024), def: int64(16)},
 		{key: "exec.sandbox", flag: "sandbox", on: "exec", env: "BELAY_SANDBOX", set: word(&l.sandbox, modes), def: "workspace-write"},
-		{key: "exec.network", flag: "network", on: "exec", env: "BELAY_NETWORK", set: toggle(&l.network), def: false},
-		{key: "exec.writable", flag: "writable", on: "exec", set: list(&l.writable, maxList, file), def: []any{}},
-		{key: "exec.env_keep", set: list(&l.envKeep, maxList, name), def: []any{}},
+		{key: "exec.network", flag: "network", on: "exec", env: "BELAY_NETWORK", set: toggleKey(&l.network), def: false},
+		{key: "exec.writable", flag: "writable", on: "exec", set: listKey(&l.writable, maxList, file), def: []any{}},
+		{key: "exec.env_keep", set: listKey(&l.envKeep, maxList, name), def: []any{}},
 		{key: "paths.home", flag: "home", env: "BELAY_HOME", set: file(&l.home), def: l.path("~/.belay")},
 		{key: "paths.workspace", flag: "workspace C", set: file(&l.workspace)},
 		{flag: "config", set: file(&l.conf)}, {flag: "set", set: l.assign},
-		{flag: "no-project-config", set: toggle(&l.noProjectConfig), def: false},
-		{flag: "verbose", set: toggle(&l.verbose), def: false}, {flag: "version", set: toggle(&l.version), def: false},
-		{flag: "auto", on: "exec", set: toggle(&l.auto), def: false}, {flag: "timeout", on: "exec", set: l.setTimeout},
+		{flag: "no-project-config", set: toggleKey(&l.noProjectConfig), def: false},
+		{flag: "verbose", set: toggleKey(&l.verbose), def: false}, {flag: "version", set: toggleKey(&l.version), def: false},
+		{flag: "auto", on: "exec", set: toggleKey(&l.auto), def: false}, {flag: "timeout", on: "exec", set: l.setTimeout},
 		{flag: "output-format", on: "exec demo", set: word(&l.format, formats)},
-		{flag: "json", on: "exec demo turn status sessions cancel shutdown services", set: toggle(&l.jsonOut), def: false},
+		{flag: "json", on: "exec demo turn status sessions cancel shutdown services", set: toggleKey(&l.jsonOut), def: false},
 		{flag: "append-system-prompt", on: "exec", set: free(&l.appendPrompt)},
 		{flag: "record", on: "exec", set: free(&l.record)}, {flag: "replay", on: "exec", set: free(&l.replay)},
-		{flag: "session", on: "turn", set: free(&l.session)}, {flag: "resume", on: "turn", set: toggle(&l.resume), def: false},
-		{flag: "now", on: "shutdown", set: toggle(&l.now), def: false},
+		{flag: "session", on: "turn", set: free(&l.session)}, {flag: "resume", on: "turn", set: toggleKey(&l.resume), def: false},
+		{flag: "now", on: "shutdown", set: toggleKey(&l.now), def: false},
 	}
 }
 
@@ -275,17 +275,17 @@ func (l *loader) schema() []field {
 // longer matters. The types are those of TOML and are not converted: "5" is no number and 1 is
 // no truth. check returns a text as it is kept, "" = refused; so no setting can be an empty
 // text, which is what unset looks like.
-func text(p *string, check func(string) string, allowed string) func(any) string {
+func textKey(p *string, check func(string) string, allowed string) func(any) string {
 	return func(v any) string { s, _ := v.(string); *p = check(s); return keep(allowed, *p == "") }
 }
 
-func toggle(p *bool) func(any) string {
+func toggleKey(p *bool) func(any) string {
 	return func(v any) string { b, ok := v.(bool); *p = b; return keep("true or false", !ok) }
 }
 
 // number counts in unit, which is 1 or, for durations, a millisecond. lo and hi are inclusive
 // and leave room for the product: a day of nanoseconds is far below 63 bits.
-func number[T ~int | ~int64](p *T, unit T, lo, hi int64) func(any) string {
+func numberKey[T ~int | ~int64](p *T, unit T, lo, hi int64) func(any) string {
 	return func(v any) string {
 		n, ok := v.(int64)
 		*p = T(n) * unit
@@ -294,7 +294,7 @@ func number[T ~int | ~int64](p *T, unit T, lo, hi int64) func(any) string {
 }
 
 // decimal takes integers too; all its settings start at 0.
-func decimal(p **float64, hi float64) func(any) string {
+func decimalKey(p **float64, hi float64) func(any) string {
 	return func(v any) string {
 		x, ok := v.(float64)
 		if n, isInt := v.(int64); isInt {
@@ -307,7 +307,7 @@ func decimal(p **float64, hi float64) func(any) string {
 
 // list sets up each item as item would set up a single value. An empty list is a value, not
 // unset.
-func list[T any](p *[]T, most int, item func(*T) func(any) string) func(any) string {
+func listKey[T any](p *[]T, most int, item func(*T) func(any) string) func(any) string {
 	return func(v any) string {
 		items, ok := v.([]any)
 		*p = make([]T, len(items))
@@ -884,7 +884,7 @@ func (r *tomlReader) key(end string) (parts []string) {
 		r.take(" \t")
 		part := r.take(bareKey)
 		if part == "" {
-			s, ok := r.text()
+			s, ok := r.textKey()
 			if part = s; strings.Trim(s, bareKey) != "" || s == "" {
 				part = strconv.Quote(s)
 			}
@@ -905,7 +905,7 @@ func (r *tomlReader) key(end string) (parts []string) {
 // and only there, lines may end; a comma may stand before the closing one.
 func (r *tomlReader) value(depth int) any {
 	r.take(" \t")
-	if s, ok := r.text(); ok {
+	if s, ok := r.textKey(); ok {
 		return s
 	}
 	if depth < maxNested && r.accept("[") {
@@ -930,7 +930,7 @@ func (r *tomlReader) value(depth int) any {
 // text reads a string on one line, ok = there is a quote. Go's strings are TOML's basic strings
 // with more escapes (\a \v \x and octal), which are refused; \\ is taken out first so that a \
 // always begins an escape.
-func (r *tomlReader) text() (s string, ok bool) {
+func (r *tomlReader) textKey() (s string, ok bool) {
 	// Two quotes in a row are an empty text here, so the third one of """ is left over and
 	// refused.
 	if r.accept("'") {

@@ -154,10 +154,10 @@ func FuzzTOML(f *testing.F) {
 			}
 			return
 		}
-		text := encodeTOML(m)
-		again, err := parseTOML([]byte(text))
+		textKey := encodeTOML(m)
+		again, err := parseTOML([]byte(textKey))
 		if err != nil || !reflect.DeepEqual(m, again) {
-			t.Errorf("%q read as %v, written as %q, read as %v, %v", data, m, text, again, err)
+			t.Errorf("%q read as %v, written as %q, read as %v, %v", data, m, textKey, again, err)
 		}
 	})
 }
@@ -192,9 +192,9 @@ func wantUsage(t *testing.T, env []string, args []string, wants ...string) {
 	}
 }
 
-func writeConfig(t *testing.T, path, text string, mode os.FileMode) string {
+func writeConfig(t *testing.T, path, textKey string, mode os.FileMode) string {
 	t.Helper()
-	for _, err := range []error{os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(text), mode), os.Chmod(path, mode)} {
+	for _, err := range []error{os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(textKey), mode), os.Chmod(path, mode)} {
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -62,8 +62,8 @@ type envelope struct {
 	Msg   json.RawMessage `json:"msg"`   // an object: request, reply or wireError by its "type"
 }
 
-// request is any message of a client; its type says which fields count.
-type request struct {
+// wireRequest is any message of a client; its type says which fields count.
+type wireRequest struct {
 	Type         string `json:"type"`                    // ping status turn attach cancel sessions shutdown
 	Data         string `json:"data,omitempty"`          // ping: comes back in the pong
 	Session      string `json:"session,omitempty"`       // turn, attach, cancel
@@ -74,8 +74,8 @@ type request struct {
 	Mode         string `json:"mode,omitempty"`          // shutdown: drain (or absent), now
 }
 
-// reply is any message of the daemon but an error; its type says which fields count.
-type reply struct {
+// wireReply is any message of the daemon but an error; its type says which fields count.
+type wireReply struct {
 	Type     string          `json:"type"`               // pong status sessions ok bye event result
 	Data     string          `json:"data,omitempty"`     // pong
 	Status   json.RawMessage `json:"status,omitempty"`   // status: an object

@@ -130,12 +130,12 @@ func asWire(t *testing.T, err error) *wireError {
 
 func TestFramesRoundTripOneAfterAnother(t *testing.T) {
 	msgs := []any{
-		&request{Type: "turn", Session: "a-1", Content: "x < y && \"z\" \u2028 \x00 ü", Resume: true, OnDisconnect: "cancel"},
-		&request{Type: "attach", Session: "a-1", From: 12},
-		&request{Type: "shutdown", Mode: "now"},
-		&reply{Type: "event", Session: "a-1", Turn: 3, Seq: 1, Event: json.RawMessage(`{"type":"content","content":"<b>"}`)},
-		&reply{Type: "result", Session: "a-1", Turn: 3, Stop: "end", Text: "done", Usage: json.RawMessage(`{"input_tokens":1}`)},
-		&reply{Type: "bye", Reason: "shutdown"},
+		&wireRequest{Type: "turn", Session: "a-1", Content: "x < y && \"z\" \u2028 \x00 ü", Resume: true, OnDisconnect: "cancel"},
+		&wireRequest{Type: "attach", Session: "a-1", From: 12},
+		&wireRequest{Type: "shutdown", Mode: "now"},
+		&wireReply{Type: "event", Session: "a-1", Turn: 3, Seq: 1, Event: json.RawMessage(`{"type":"content","content":"<b>"}`)},
+		&wireReply{Type: "result", Session: "a-1", Turn: 3, Stop: "end", Text: "done", Usage: json.RawMessage(`{"input_tokens":1}`)},
+		&wireReply{Type: "bye", Reason: "shutdown"},
 	}
 	var wire bytes.Buffer
 	for i, msg := range msgs {
@@ -161,17 +161,17 @@ func TestFramesRoundTripOneAfterAnother(t *testing.T) {
 }
 
 func TestEncodeFrameRefusesWhatIsTooLarge(t *testing.T) {
-	b, err := encodeFrame(frameTestLimit, 1, true, &reply{Type: "pong"})
+	b, err := encodeFrame(frameTestLimit, 1, true, &wireReply{Type: "pong"})
 	needNil(t, err)
 	size := len(b) - frameHeader
-	if _, err := encodeFrame(size, 1, true, &reply{Type: "pong"}); err != nil {
+	if _, err := encodeFrame(size, 1, true, &wireReply{Type: "pong"}); err != nil {
 		t.Errorf("at the limit: %v", err)
 	}
-	_, err = encodeFrame(size-1, 1, true, &reply{Type: "pong"})
+	_, err = encodeFrame(size-1, 1, true, &wireReply{Type: "pong"})
 	if wire := asWire(t, err); wire.Code != codeFrameTooLarge || wire.Retry != "never" {
 		t.Errorf("over the limit: %+v", wire)
 	}
-	if _, err := encodeFrame(frameTestLimit, 1, true, &reply{Type: "event", Event: json.RawMessage("{")}); err == nil {
+	if _, err := encodeFrame(frameTestLimit, 1, true, &wireReply{Type: "event", Event: json.RawMessage("{")}); err == nil {
 		t.Error("broken JSON was sent")
 	}
 }
@@ -345,7 +345,7 @@ func TestProtocolDocument(t *testing.T) {
 			t.Errorf("docs/protocol.md does not name %s", word)
 		}
 	}
-	for _, typ := range []reflect.Type{reflect.TypeFor[envelope](), reflect.TypeFor[request](), reflect.TypeFor[reply](), reflect.TypeFor[wireError](), reflect.TypeFor[record](), reflect.TypeFor[sessionInfo]()} {
+	for _, typ := range []reflect.Type{reflect.TypeFor[envelope](), reflect.TypeFor[wireRequest](), reflect.TypeFor[wireReply](), reflect.TypeFor[wireError](), reflect.TypeFor[record](), reflect.TypeFor[sessionInfo]()} {
 		for i := range typ.NumField() {
 			name, _, _ := strings.Cut(typ.Field(i).Tag.Get("json"), ",")
 			if !bytes.Contains(text, []byte("`"+name+"`")) {
@@ -379,12 +379,12 @@ func decodeExampleFrame(line string) error {
 	case "error":
 		asError = strictly(e.Msg, &wireError{})
 	case "pong", "ok", "bye", "event", "result":
-		asReply = strictly(e.Msg, &reply{})
+		asReply = strictly(e.Msg, &wireReply{})
 	case "ping", "turn", "attach", "cancel", "shutdown":
-		asRequest = strictly(e.Msg, &request{})
+		asRequest = strictly(e.Msg, &wireRequest{})
 	case "status", "sessions": // both ways under one name
-		if asRequest = strictly(e.Msg, &request{}); asRequest != nil {
-			asRequest, asReply = nil, strictly(e.Msg, &reply{})
+		if asRequest = strictly(e.Msg, &wireRequest{}); asRequest != nil {
+			asRequest, asReply = nil, strictly(e.Msg, &wireReply{})
 		}
 	default:
 		return fmt.Errorf("unknown message type %q", typ.Type)
