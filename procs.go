@@ -1,0 +1,1377 @@
+//go:build linux
+
+package main
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+	"unicode/utf8"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// procs.go owns every process that belay starts, and every system call but
+// those on locks and sockets. It never writes to belay's stdout and never
+// holds a lock over a wait.
+//
+// Each command runs under a keeper of its own: belay re-executed, a child
+// subreaper in its own session, with the command as its only direct child in
+// another one. Whatever the command forks stays below its keeper. A socketpair
+// is control channel and lifeline at once: EOF on it ends the tree, so a
+// SIGKILL of belay does too. belay is a subreaper itself, so that a SIGKILL of
+// a keeper brings its orphans here.
+//
+// Order: the process list and how trees end · the keeper · its file tools ·
+// its sandbox · belay's side: host, jobs, output · persistent services.
+
+const (
+	keeperName = "cmd-keeper"           // argv[0] and comm of a keeper: kill by name must not hit belay and all keepers at once
+	ctlFD      = 3                      // the keeper's end of the socketpair
+	grace      = 500 * time.Millisecond // between TERM and KILL
+	stopGrace  = 5 * time.Second        // the same for a released service
+	endBound   = 10 * time.Second       // a tree that lives longer than this is reported as left
+	wedged     = grace + time.Second    // a keeper that has not ended its tree by then is killed itself
+	eofWait    = time.Second            // for the end of the output once the tree is gone
+	fileBound  = 30 * time.Second       // one Read, Write or Edit
+	pause      = 3 * time.Millisecond   // between two looks at a tree that is being ended
+	freezeMax  = 2 * time.Second        // one attempt to stop a whole tree
+
+	headKeep   = 6000     // bytes of a long output shown from its start
+	tailKeep   = 24000    // and from its end
+	spillMax   = 64 << 20 // bytes of one output kept in the scratch directory
+	commandMax = 131071   // bytes of one argument: MAX_ARG_STRLEN less the NUL, execve(2)
+	fileMax    = 64 << 20 // Read, Edit: bytes of the largest file
+	readLines  = 2000     // Read: lines at most
+	readBytes  = 50 << 10 // Read: bytes at most
+)
+
+var errEnding = errors.New("the run is ending")
+
+// proc is one line of the process list. pid and start together name a process
+// for good within one boot.
+type proc struct {
+	pid, ppid, sid int
+	state          byte
+	start          uint64 // clock ticks since boot
+}
+
+func (p proc) dead() bool { return p.state == 'Z' || p.state == 'X' }
+
+// String names what could not be ended: pid, owner and state.
+func (p proc) String() string {
+	owner := "unknown"
+	if fi, err := os.Stat("/proc/" + strconv.Itoa(p.pid)); err == nil {
+		owner = strconv.Itoa(int(fi.Sys().(*syscall.Stat_t).Uid))
+	}
+	return fmt.Sprintf("pid %d (uid %s, state %c)", p.pid, owner, p.state)
+}
+
+// readProc parses /proc/PID/stat, false for a pid that is gone or hidden. The
+// command name may hold blanks and ')', so fields count from the last ')'
+// (proc_pid_stat(5)).
+func readProc(pid int) (p proc, ok bool) {
+	b, _ := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	f := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+1:]))
+	if len(f) < 20 {
+		return p, false
+	}
+	p.pid, p.state = pid, f[0][0]
+	p.ppid, _ = strconv.Atoi(f[1])
+	p.sid, _ = strconv.Atoi(f[3])
+	p.start, _ = strconv.ParseUint(f[19], 10, 64)
+	return p, true
+}
+
+// processes lists all processes. One that vanishes or is hidden is left out:
+// a cleanup must not stop because of it.
+func processes() (all []proc) {
+	entries, _ := os.ReadDir("/proc")
+	for _, e := range entries {
+		pid, _ := strconv.Atoi(e.Name())
+		if p, ok := readProc(pid); ok {
+			all = append(all, p)
+		}
+	}
+	return all
+}
+
+// below gives the living descendants of root in all, without those that skip
+// names and what is below them.
+func below(all []proc, root int, skip func(proc) bool) (out []proc) {
+	for _, p := range all {
+		if p.ppid == root && !skip(p) {
+			if !p.dead() {
+				out = append(out, p)
+			}
+			out = append(out, below(all, p.pid, skip)...)
+		}
+	}
+	return out
+}
+
+func nobody(proc) bool { return false }
+
+// signalProc signals the process that was listed and no other: FindProcess
+// takes a pidfd first and the start time is compared afterwards, so a reused
+// pid is never hit. Only EPERM is an error; a process that is gone is none.
+func signalProc(p proc, sigs ...os.Signal) error {
+	h, err := os.FindProcess(p.pid)
+	if err != nil {
+		return nil
+	}
+	defer h.Release()
+	if q, ok := readProc(p.pid); !ok || q.start != p.start || p.pid <= 1 {
+		return nil
+	}
+	for _, sig := range sigs {
+		if err := h.Signal(sig); errors.Is(err, unix.EPERM) {
+			return err
+		}
+	}
+	return nil
+}
+
+// freeze stops a whole tree: a stopped process cannot fork and keeps its pid.
+// It ends when a look finds nothing new, at most after freezeMax. Without it a
+// respawning tree of 200 outlives list-and-kill for many seconds (measured).
+func freeze(list func() []proc) {
+	seen := map[int]uint64{}
+	for end := time.Now().Add(freezeMax); time.Now().Before(end); {
+		fresh := false
+		for _, p := range list() {
+			if seen[p.pid] != p.start {
+				seen[p.pid], fresh = p.start, true
+				signalProc(p, unix.SIGSTOP)
+			}
+		}
+		if !fresh {
+			return
+		}
+	}
+}
+
+// endTree freezes and kills what list gives until it gives nothing. It stops
+// early when all that is left belongs to others (EPERM), at the latest after
+// endBound, and names what is left then.
+func endTree(list func() []proc) (names []string) {
+	for bound := time.Now().Add(endBound); ; time.Sleep(pause) {
+		freeze(list)
+		left, denied := list(), 0
+		for _, p := range left {
+			if signalProc(p, unix.SIGKILL) != nil {
+				denied++
+			}
+		}
+		if denied == len(left) || time.Now().After(bound) {
+			for _, p := range left {
+				names = append(names, p.String())
+			}
+			return names
+		}
+	}
+}
+
+// signalName gives SIGTERM and the like.
+func signalName(sig syscall.Signal) string {
+	// A table of x/sys, no system call.
+	return cmp.Or(unix.SignalName(sig), fmt.Sprintf("signal %d", int(sig)))
+}
+
+// jobSpec travels to the keeper over fd 3 as JSON: never in argv, which every
+// user may read. After it each order is one byte.
+type jobSpec struct {
+	Argv    []string
+	Dir     string
+	Persist bool // no Pdeathsig: the service must survive its keeper's exit
+	Confine *confinement
+	File    *fileRequest // instead of Argv
+}
+
+const (
+	orderEnd   = 'T' // TERM, grace, KILL
+	orderKill  = 'K' // KILL now
+	orderAlive = 'A' // does the command itself live?
+	orderLetGo = 'R' // exit and touch nothing
+)
+
+// note is what a keeper tells belay, one JSON object a line. Kinds: started,
+// alive, dead, exited; and as the last one failed, file, gone or released.
+type note struct {
+	Kind   string
+	Pid    int      // of started
+	Status uint32   // of exited: the wait status
+	Text   string   // of failed and file
+	OK     bool     // of file
+	Strays int      // of gone: processes that the command had left behind
+	Left   []string // of gone: processes that could not be ended
+}
+
+// keeper is the process between belay and one command. Its main goroutine is
+// locked to a thread: Pdeathsig follows the thread that forked (prctl(2)),
+// Landlock and seccomp hold for one thread.
+type keeper struct {
+	ctl        *os.File
+	leader     int
+	leaderDone bool
+	grace      <-chan time.Time // nil until the tree is ending
+	strays     int
+}
+
+// tell writes one note. An error is normal: belay may be dead.
+func (k *keeper) tell(n note) { json.NewEncoder(k.ctl).Encode(n) }
+
+// keeperMain is the whole life of a keeper; it gives the exit code. Its start
+// costs every command about 3 ms, so nothing comes before it.
+func keeperMain() int {
+	runtime.LockOSThread()
+	k := &keeper{ctl: os.NewFile(ctlFD, keeperName)}
+	var spec jobSpec
+	in := json.NewDecoder(k.ctl)
+	if in.Decode(&spec) != nil {
+		return 2 // started by hand, or belay died
+	}
+	// PR_SET_NAME, but of the main thread, whichever this one is.
+	os.WriteFile("/proc/self/comm", []byte(keeperName), 0)
+	err := errors.Join(closeOnExec(),
+		// prctl(2): orphans of the tree come here.
+		unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+	if err == nil && spec.Confine != nil {
+		err = spec.Confine.apply()
+	}
+	switch {
+	case err != nil:
+		k.tell(note{Kind: "failed", Text: err.Error()})
+	case spec.File != nil:
+		text, err := spec.File.do()
+		if err != nil {
+			text = err.Error()
+		}
+		k.tell(note{Kind: "file", Text: text, OK: err == nil})
+	default:
+		k.run(spec, in.Buffered())
+	}
+	return 0
+}
+
+// run starts the command and stays until its tree is gone or it may let go.
+// early is what the decoder of the job has read of the orders behind it.
+func (k *keeper) run(spec jobSpec, early io.Reader) {
+	sys := &syscall.SysProcAttr{Setsid: true}
+	if !spec.Persist {
+		sys.Pdeathsig = unix.SIGKILL
+	}
+	// fork and execve(2) with descriptors 0, 1 and 2 only; an error such as ENOENT is the command's.
+	pid, err := syscall.ForkExec(spec.Argv[0], spec.Argv, &syscall.ProcAttr{
+		Dir: spec.Dir, Env: os.Environ(), Files: []uintptr{0, 1, 2}, Sys: sys})
+	if err != nil {
+		k.tell(note{Kind: "failed", Text: fmt.Sprintf("cannot start %s in %s: %v", spec.Argv[0], spec.Dir, err)})
+		return
+	}
+	k.leader = pid
+	k.tell(note{Kind: "started", Pid: pid})
+	// Only now, off the command's critical path: a signal before this point kills the keeper, which is safe.
+	// They are caught and not ignored: an ignored signal stays ignored in the command (execve(2)).
+	sigs, orders := make(chan os.Signal, 16), make(chan byte, 1)
+	signal.Notify(sigs, unix.SIGCHLD, unix.SIGTERM, unix.SIGINT, unix.SIGQUIT, unix.SIGHUP)
+	// owner: keeper.run; ends when belay is gone or the keeper exits; joined by its exit
+	go func() {
+		var b [1]byte
+		for in := io.MultiReader(early, k.ctl); ; orders <- b[0] {
+			if _, err := io.ReadFull(in, b[:]); err != nil {
+				orders <- orderEnd
+				return
+			}
+		}
+	}()
+	for !k.reap() {
+		if k.leaderDone {
+			k.begin()
+		}
+		var order byte
+		select {
+		case order = <-orders:
+		case sig := <-sigs:
+			if sig != unix.SIGCHLD {
+				order = orderEnd
+			}
+		case <-k.grace:
+			k.tell(note{Kind: "gone", Strays: k.strays, Left: k.kill()})
+			return
+		}
+		switch order {
+		case orderEnd:
+			k.begin()
+		case orderKill:
+			k.grace = time.After(0)
+		case orderAlive:
+			k.tell(note{Kind: map[bool]string{true: "dead", false: "alive"}[k.reap() || k.leaderDone]})
+		case orderLetGo:
+			k.tell(note{Kind: "released"})
+			return
+		}
+	}
+	k.tell(note{Kind: "gone", Strays: k.strays})
+}
+
+// reap collects every dead child. True is the proof that the tree is gone:
+// ECHILD, no child, hence no descendant of a subreaper.
+func (k *keeper) reap() bool {
+	for {
+		var ws unix.WaitStatus
+		// wait4(2): nothing else in a keeper waits, os/exec is not used here.
+		pid, err := unix.Wait4(-1, &ws, unix.WNOHANG, nil)
+		switch {
+		case err == unix.EINTR:
+		case err != nil || pid == 0:
+			return err == unix.ECHILD
+		case pid == k.leader:
+			k.leaderDone = true
+			k.tell(note{Kind: "exited", Status: uint32(ws)})
+		}
+	}
+}
+
+// tree lists what lives below the keeper, after reaping what does not.
+func (k *keeper) tree() []proc {
+	if k.reap() {
+		return nil
+	}
+	return below(processes(), os.Getpid(), nobody)
+}
+
+// begin asks the whole tree to end, once. A stopped process acts on TERM only
+// after CONT (signal(7)).
+func (k *keeper) begin() {
+	if k.grace != nil {
+		return
+	}
+	k.grace = time.After(grace)
+	all := k.tree()
+	if k.leaderDone {
+		k.strays = len(all)
+	}
+	for _, p := range all {
+		signalProc(p, unix.SIGTERM, unix.SIGCONT)
+	}
+}
+
+// kill ends the tree for certain and names what it could not end.
+func (k *keeper) kill() []string {
+	if !k.leaderDone && k.leader > 1 {
+		// kill(2) on the group while its leader is not reaped, so that the number is still its own.
+		unix.Kill(-k.leader, unix.SIGKILL)
+	}
+	left := endTree(k.tree)
+	for bound := time.Now().Add(eofWait); len(left) == 0 && !k.reap() && time.Now().Before(bound); {
+		time.Sleep(pause) // dead, but not yet ours to reap
+	}
+	return left
+}
+
+// closeOnExec keeps every descriptor above 2 out of what is started later,
+// those that belay's caller left open among them (a lock, for example). A loop
+// and not close_range(2), whose flag for this came with Linux 5.11.
+func closeOnExec() error {
+	open, err := os.ReadDir("/proc/self/fd")
+	for _, e := range open {
+		if fd, _ := strconv.Atoi(e.Name()); fd >= ctlFD {
+			// fcntl(2) F_SETFD; EBADF for the directory just read.
+			unix.CloseOnExec(fd)
+		}
+	}
+	return err
+}
+
+// fileRequest is one Read, Write or Edit. Its keeper is confined as for Bash,
+// so Landlock is the one boundary; belay itself opens no path of the model.
+type fileRequest struct {
+	Tool, Path, Content, Old, New string
+	All                           bool
+	Offset, Limit                 int // of Read: first line from 1, number of lines
+}
+
+func (r *fileRequest) do() (string, error) {
+	if r.Tool == "Write" {
+		if err := os.MkdirAll(filepath.Dir(r.Path), 0o777); err != nil {
+			return "", err
+		}
+		return fmt.Sprintf("wrote %d bytes to %s", len(r.Content), r.Path), replaceFile(r.Path, []byte(r.Content))
+	}
+	b, err := readRegular(r.Path)
+	if err != nil {
+		return "", err
+	}
+	if r.Tool == "Read" {
+		return r.number(b)
+	}
+	n := bytes.Count(b, []byte(r.Old))
+	if n == 0 {
+		return "", fmt.Errorf("old occurs 0 times in %s: it must match exactly, blanks and line ends included", r.Path)
+	}
+	if n > 1 && !r.All {
+		return "", fmt.Errorf("old occurs %d times in %s: give more of its surroundings, or all:true", n, r.Path)
+	}
+	b = bytes.ReplaceAll(b, []byte(r.Old), []byte(r.New))
+	return fmt.Sprintf("replaced %d occurrences in %s", n, r.Path), replaceFile(r.Path, b)
+}
+
+// number gives numbered lines, at most readLines and readBytes of them.
+func (r *fileRequest) number(b []byte) (string, error) {
+	lines := slices.Collect(strings.Lines(strings.ToValidUTF8(string(b), "\uFFFD")))
+	first := max(r.Offset, 1)
+	last := min(len(lines), first-1+cmp.Or(min(r.Limit, readLines), readLines))
+	switch {
+	case bytes.IndexByte(b, 0) >= 0:
+		return "", fmt.Errorf("%s is a binary file", r.Path)
+	case first > max(len(lines), 1):
+		return "", fmt.Errorf("%s has only %d lines", r.Path, len(lines))
+	}
+	var out []byte
+	for n := first; n <= last; n++ {
+		if out = fmt.Appendf(out, "%6d\t%s\n", n, strings.TrimRight(lines[n-1], "\r\n")); len(out) > readBytes {
+			out, last = out[:readBytes-unfinished(out[:readBytes])], n
+		}
+	}
+	if last < len(lines) || len(out) >= readBytes-utf8.UTFMax {
+		out = fmt.Appendf(out, "\n… cut after line %d of %d, or in it", last, len(lines))
+	}
+	return string(out), nil
+}
+
+// readRegular reads a file without waiting for a FIFO's writer. What is no
+// regular file or lies in procfs is refused: a file there may be another
+// process's memory or environment.
+func readRegular(path string) ([]byte, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	fi, err := f.Stat()
+	var fs unix.Statfs_t
+	// fstatfs(2) on the descriptor that is read afterwards: no race with a rename.
+	err = errors.Join(err, unix.Fstatfs(int(f.Fd()), &fs))
+	switch {
+	case err != nil:
+		return nil, err
+	case !fi.Mode().IsRegular() || fs.Type == unix.PROC_SUPER_MAGIC:
+		return nil, fmt.Errorf("%s is no regular file, or lies in /proc: refused", path)
+	case fi.Size() > fileMax:
+		return nil, fmt.Errorf("%s has %d bytes, at most %d can be read", path, fi.Size(), fileMax)
+	}
+	return io.ReadAll(io.LimitReader(f, fileMax))
+}
+
+// replaceFile puts a whole file in place: a reader sees the old or the new one
+// whatever crashes when. A symbolic link is followed; mode and owner stay.
+func replaceFile(path string, data []byte) error {
+	path = realPath(path)
+	temp := filepath.Join(filepath.Dir(path), ".belay-"+randomHex())
+	f, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
+	if err != nil {
+		return err
+	}
+	defer os.Remove(temp) // ENOENT once it was renamed
+	defer f.Close()
+	if old, statErr := os.Lstat(path); statErr == nil {
+		if !old.Mode().IsRegular() {
+			return fmt.Errorf("%s is no regular file (%s)", path, old.Mode().Type())
+		}
+		if owner := old.Sys().(*syscall.Stat_t); os.Geteuid() == 0 {
+			err = f.Chown(int(owner.Uid), int(owner.Gid))
+		}
+		err = errors.Join(err, f.Chmod(old.Mode()))
+	}
+	_, writeErr := f.Write(data)
+	if err = errors.Join(err, writeErr, f.Sync()); err == nil {
+		err = os.Rename(temp, path)
+	}
+	if dir, dirErr := os.Open(filepath.Dir(path)); dirErr == nil {
+		dir.Sync() // makes the rename last; not every file system can
+		dir.Close()
+	}
+	return err
+}
+
+// confinement is what a sandboxed keeper applies to itself.
+type confinement struct {
+	Write   []string // what may be written, with all below it; a missing path is skipped
+	Network bool
+	ABI     int // of Landlock, as belay found it; tests lower it
+}
+
+// planSandbox decides what a mode means here: nil for no limits of ours, else
+// what to confine to. It fails closed.
+func planSandbox(o jobOptions, abi int) (*confinement, error) {
+	if o.sandbox == "external-sandbox" || o.sandbox == "danger-full-access" {
+		return nil, nil
+	}
+	workspace, why := realPath(o.workspace), ""
+	switch {
+	case abi < 2:
+		why = fmt.Sprintf("it needs Landlock ABI 2 (Linux 5.19), this kernel offers %d", abi)
+	case seccompArch() == 0:
+		why = "its system call filter knows amd64 and arm64, this is " + runtime.GOARCH
+	case o.sandbox == "workspace-write" && (workspace == "/" || o.home != "" && within(realPath(o.home), workspace)):
+		why = fmt.Sprintf("workspace %s is / or holds belay's home %s, so that commands could write the next run's configuration", o.workspace, o.home)
+	}
+	if why != "" {
+		return nil, fmt.Errorf("sandbox %s refused: %s\nif the container is your sandbox: belay exec --sandbox external-sandbox …", o.sandbox, why)
+	}
+	c := &confinement{Network: o.network, ABI: abi, Write: []string{"/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/dev/ptmx", "/dev/pts", "/dev/shm"}}
+	if o.sandbox == "workspace-write" {
+		c.Write = append(append(c.Write, workspace), o.writable...)
+		if common := gitCommon(workspace); common != "" {
+			c.Write = append(c.Write, common)
+		}
+	}
+	return c, nil
+}
+
+// lacks names what this kernel's Landlock cannot do, "" for nothing.
+func (c *confinement) lacks() string {
+	switch {
+	case c.ABI < 3:
+		return "sandbox: Landlock lacks truncate here, which is filtered instead, and scopes of signals and abstract sockets"
+	case c.ABI < 6:
+		return "sandbox: Landlock lacks scopes of signals and abstract sockets here"
+	}
+	return ""
+}
+
+// gitCommon is the repository of a linked worktree, "" where there is none.
+// The workspace's own .git file may be forged, so the repository must name it
+// in return (gitrepository-layout(5)).
+func gitCommon(workspace string) string {
+	names := func(file, prefix string) string { // the absolute path in a one-line file; "" for a directory
+		b, _ := os.ReadFile(file)
+		path, ok := strings.CutPrefix(strings.TrimSpace(string(b)), prefix)
+		if !ok || path == "" {
+			return ""
+		}
+		if !filepath.IsAbs(path) {
+			path = filepath.Join(filepath.Dir(file), path)
+		}
+		return realPath(path)
+	}
+	file := filepath.Join(workspace, ".git")
+	dir := names(file, "gitdir: ")
+	if dir == "" || filepath.Base(filepath.Dir(dir)) != "worktrees" || names(filepath.Join(dir, "gitdir"), "") != file {
+		return ""
+	}
+	return filepath.Dir(filepath.Dir(dir))
+}
+
+func realPath(path string) string {
+	if real, err := filepath.EvalSymlinks(path); err == nil {
+		return real
+	}
+	return filepath.Clean(path)
+}
+
+func within(path, dir string) bool {
+	rel, err := filepath.Rel(dir, path)
+	return err == nil && rel != ".." && !strings.HasPrefix(rel, "../")
+}
+
+// landlockABI is 0 where Landlock is not built in (ENOSYS), not enabled
+// (EOPNOTSUPP) or filtered by the container (EPERM).
+func landlockABI() int {
+	// landlock_create_ruleset(2) with the version flag makes nothing.
+	abi, _, e := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION)
+	if e != 0 {
+		return 0
+	}
+	return int(abi)
+}
+
+// apply restricts the calling thread and so all that it forks from now on; any
+// piece that fails is an error, and the command is not started.
+func (c *confinement) apply() error {
+	// prctl(2): what follows needs it without privileges, and it ends setuid programs.
+	err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+	for _, step := range []func() error{c.landlock, dropCapabilities, c.filterCalls} {
+		if err == nil {
+			err = step()
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("the sandbox cannot be applied, so nothing was run: %w", err)
+	}
+	return nil
+}
+
+// landlock allows writing below c.Write only. All write rights go together:
+// an atomic replacement needs REMOVE, REFER and TRUNCATE beside WRITE. IOCTL
+// stays free, it would break terminals for little.
+func (c *confinement) landlock() error {
+	const file = unix.LANDLOCK_ACCESS_FS_WRITE_FILE | unix.LANDLOCK_ACCESS_FS_TRUNCATE
+	const read = unix.LANDLOCK_ACCESS_FS_EXECUTE | unix.LANDLOCK_ACCESS_FS_READ_FILE | unix.LANDLOCK_ACCESS_FS_READ_DIR
+	attr := unix.LandlockRulesetAttr{Handled_access_fs: (2*unix.LANDLOCK_ACCESS_FS_TRUNCATE - 1) &^ read} // the newest right handled, and all before it
+	if c.ABI < 3 {
+		attr.Handled_access_fs &^= unix.LANDLOCK_ACCESS_FS_TRUNCATE
+	}
+	if c.ABI >= 4 && !c.Network {
+		attr.Handled_access_net = unix.LANDLOCK_ACCESS_NET_BIND_TCP | unix.LANDLOCK_ACCESS_NET_CONNECT_TCP
+	}
+	if c.ABI >= 6 {
+		attr.Scoped = unix.LANDLOCK_SCOPE_SIGNAL | unix.LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET
+	}
+	// landlock_create_ruleset(2): a longer attribute than the kernel knows is fine while its tail is zero.
+	rules, _, e := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, uintptr(unsafe.Pointer(&attr)), unsafe.Sizeof(attr), 0)
+	if e != 0 {
+		return os.NewSyscallError("landlock_create_ruleset", e)
+	}
+	for _, path := range c.Write {
+		f, err := os.OpenFile(path, unix.O_PATH, 0) // needs no permission on the file itself
+		if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENXIO) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		rule := unix.LandlockPathBeneathAttr{Allowed_access: attr.Handled_access_fs, Parent_fd: int32(f.Fd())}
+		if fi, err := f.Stat(); err != nil || !fi.IsDir() {
+			rule.Allowed_access &= file // rights that only directories have are EINVAL on a file
+		}
+		// landlock_add_rule(2); the rule set keeps the file, not the descriptor.
+		_, _, e := unix.Syscall6(unix.SYS_LANDLOCK_ADD_RULE, rules, unix.LANDLOCK_RULE_PATH_BENEATH, uintptr(unsafe.Pointer(&rule)), 0, 0, 0)
+		f.Close()
+		if e != 0 {
+			return fmt.Errorf("landlock_add_rule %s: %w", path, e)
+		}
+	}
+	// landlock_restrict_self(2): E2BIG when 16 layers are in use. The descriptor closes at the exec.
+	if _, _, e := unix.Syscall(unix.SYS_LANDLOCK_RESTRICT_SELF, rules, 0, 0); e != 0 {
+		return os.NewSyscallError("landlock_restrict_self", e)
+	}
+	return nil
+}
+
+// dropCapabilities leaves what package managers and compilers need as root.
+// With no_new_privs an exec cannot bring the others back (capabilities(7)).
+func dropCapabilities() error {
+	const keep = 1<<unix.CAP_CHOWN | 1<<unix.CAP_DAC_OVERRIDE | 1<<unix.CAP_FOWNER | 1<<unix.CAP_FSETID | 1<<unix.CAP_KILL
+	head := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var data [2]unix.CapUserData // all kept ones are in the first word
+	// capget(2) of this thread.
+	if err := unix.Capget(&head, &data[0]); err != nil {
+		return err
+	}
+	have := data[0].Permitted & keep
+	data = [2]unix.CapUserData{{Effective: have, Permitted: have}}
+	// capset(2) of this thread; lowering is always allowed.
+	return unix.Capset(&head, &data[0])
+}
+
+func seccompArch() uint32 {
+	return map[string]uint32{"amd64": unix.AUDIT_ARCH_X86_64, "arm64": unix.AUDIT_ARCH_AARCH64}[runtime.GOARCH]
+}
+
+// filterCalls installs a seccomp filter. Foreign ABIs and io_uring (which
+// opens sockets past a filter) do not exist; without network, socket(2) is for
+// AF_UNIX and AF_NETLINK only; below Landlock ABI 3, truncate(2) and O_TRUNC
+// without writing are refused, and openat2(2), whose flags are behind a
+// pointer, does not exist.
+func (c *confinement) filterCalls() error {
+	const (
+		load = unix.BPF_LD | unix.BPF_W | unix.BPF_ABS
+		is   = unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K
+		ret  = unix.BPF_RET | unix.BPF_K
+
+		nosys = unix.SECCOMP_RET_ERRNO | uint32(unix.ENOSYS)
+		deny  = unix.SECCOMP_RET_ERRNO | uint32(unix.EACCES)
+		allow = unix.SECCOMP_RET_ALLOW
+
+		nr, arch, args = 0, 4, 16   // offsets in struct seccomp_data; args are 8 bytes each, low half first
+		openAMD64      = 2          // open(2), which arm64 does not have
+		x32            = 0x40000000 // and above: the x32 ABI of amd64
+	)
+	f := []unix.SockFilter{
+		{Code: load, K: arch}, {Code: is, K: seccompArch(), Jt: 1}, {Code: ret, K: nosys},
+		{Code: load, K: nr}, {Code: unix.BPF_JMP | unix.BPF_JGE | unix.BPF_K, K: x32, Jf: 1}, {Code: ret, K: nosys},
+		{Code: is, K: unix.SYS_IO_URING_SETUP, Jf: 1}, {Code: ret, K: nosys},
+	}
+	if c.ABI < 3 {
+		f = append(f, unix.SockFilter{Code: is, K: unix.SYS_TRUNCATE, Jf: 1}, unix.SockFilter{Code: ret, K: deny},
+			unix.SockFilter{Code: is, K: unix.SYS_OPENAT2, Jf: 1}, unix.SockFilter{Code: ret, K: nosys})
+		opens := map[uint32]uint32{unix.SYS_OPENAT: args + 16} // call: offset of its flags
+		if runtime.GOARCH == "amd64" {
+			opens[openAMD64] = args + 8
+		}
+		for call, flags := range opens {
+			f = append(f, unix.SockFilter{Code: is, K: call, Jf: 5}, unix.SockFilter{Code: load, K: flags},
+				unix.SockFilter{Code: unix.BPF_ALU | unix.BPF_AND | unix.BPF_K, K: unix.O_ACCMODE | unix.O_TRUNC},
+				unix.SockFilter{Code: is, K: unix.O_TRUNC, Jf: 1}, unix.SockFilter{Code: ret, K: deny}, unix.SockFilter{Code: ret, K: allow})
+		}
+	}
+	if !c.Network {
+		f = append(f, unix.SockFilter{Code: is, K: unix.SYS_SOCKET, Jf: 4}, unix.SockFilter{Code: load, K: args},
+			unix.SockFilter{Code: is, K: unix.AF_UNIX, Jt: 2}, unix.SockFilter{Code: is, K: unix.AF_NETLINK, Jt: 1},
+			unix.SockFilter{Code: ret, K: deny})
+	}
+	f = append(f, unix.SockFilter{Code: ret, K: allow})
+	prog := unix.SockFprog{Len: uint16(len(f)), Filter: &f[0]}
+	// seccomp(2) on this thread; EINVAL would be a bug in the filter.
+	if _, _, e := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, 0, uintptr(unsafe.Pointer(&prog))); e != 0 {
+		return os.NewSyscallError("seccomp", e)
+	}
+	return nil
+}
+
+// host is belay as the ancestor of all keepers: one in a process.
+type host struct {
+	// set once
+	pid      int
+	foreign  map[int]bool // children that belay had before its first line
+	sessions map[int]bool // theirs and belay's own: none of our commands can be in them
+
+	mu      sync.Mutex   // starting a keeper and looking for orphans exclude each other
+	keepers map[int]*job // guarded by mu: keepers not yet waited for by os/exec, by pid
+	held    bool         // guarded by mu: nothing is signalled now
+}
+
+// newHost prepares the process before anything is started.
+func newHost() (*host, error) {
+	self, ok := readProc(os.Getpid())
+	if !ok {
+		return nil, errors.New("cannot read /proc/self/stat: belay needs /proc mounted to see and end what it starts")
+	}
+	err := errors.Join(closeOnExec(),
+		// prctl(2): orphans of a killed keeper come here.
+		unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0),
+		// prctl(2): the key in our environment and memory is not for commands, which run as the same user.
+		unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0))
+	if err != nil {
+		return nil, fmt.Errorf("cannot prepare the process: %w", err)
+	}
+	h := &host{pid: self.pid, foreign: map[int]bool{}, sessions: map[int]bool{self.sid: true}, keepers: map[int]*job{}}
+	for _, p := range below(processes(), h.pid, nobody) {
+		h.foreign[p.pid], h.sessions[p.sid] = true, true
+	}
+	return h, nil
+}
+
+// hold keeps everything alive while receipts are written, and for good once
+// services are let go: from then on belay signals nothing.
+func (h *host) hold(on bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.held = on
+}
+
+// killAll orders every keeper to kill at once: a second signal.
+func (h *host) killAll() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, j := range h.keepers {
+		if !h.held {
+			j.order(orderKill)
+		}
+	}
+}
+
+// orphans reaps by pid what has died and is nobody's (never wait4(-1), which
+// would steal from os/exec) and lists what killed keepers left.
+func (h *host) orphans() []proc {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.held {
+		return nil
+	}
+	all := processes()
+	for _, p := range all {
+		if p.ppid == h.pid && p.dead() && h.keepers[p.pid] == nil {
+			// wait4(2), not blocking: ECHILD when it was not ours after all.
+			unix.Wait4(p.pid, nil, unix.WNOHANG, nil)
+		}
+	}
+	return below(all, h.pid, func(p proc) bool {
+		return p.ppid == h.pid && (h.keepers[p.pid] != nil || h.foreign[p.pid] || h.sessions[p.sid])
+	})
+}
+
+// pollFD says what is true of fd (POLLERR of a pipe or POLLHUP of a socket that
+// nobody reads, whatever was asked for), after at most wait.
+func pollFD(fd int, events int16, wait time.Duration) int16 {
+	fds := []unix.PollFd{{Fd: int32(fd), Events: events}}
+	for end := time.Now().Add(wait); ; {
+		// poll(2): EINTR is normal.
+		if _, err := unix.Poll(fds, int(max(0, time.Until(end).Milliseconds()))); err != unix.EINTR {
+			return fds[0].Revents
+		}
+	}
+}
+
+// readerLeft is true when nobody can read fd any more: never of a file.
+func readerLeft(fd int) bool { return pollFD(fd, 0, 0)&(unix.POLLERR|unix.POLLHUP) != 0 }
+
+// takesOneWrite is true when fd takes PIPE_BUF bytes at once, after at most wait.
+func takesOneWrite(fd int, wait time.Duration) bool {
+	return pollFD(fd, unix.POLLOUT, wait) == unix.POLLOUT
+}
+
+// jobOptions: plain values of the configuration.
+type jobOptions struct {
+	runID, home, workspace, sandbox string // home "": nothing is recorded
+	network                         bool
+	writable                        []string
+	env                             []string // the caller's
+	dropNames, keepNames            []string // names that children never see; names that the scrub keeps
+}
+
+// jobs is the table of one run's commands.
+type jobs struct {
+	// set once
+	host    *host
+	opts    jobOptions
+	scratch *os.File // the directory, locked; nil where none can be written
+	confine *confinement
+	env     []string
+
+	mu   sync.Mutex
+	all  []*job // guarded by mu, in order of their start
+	shut bool   // guarded by mu: nothing more is started
+}
+
+// job is one command, or one file tool, with its keeper.
+type job struct {
+	// set once
+	id, command, log string // log: of a persistent service, else ""
+	cmd              *exec.Cmd
+	ctl              *os.File
+	out              output
+	began            time.Time
+	alive            chan bool     // answers to orderAlive
+	ready            chan struct{} // pid is set, or the command never ran
+	gone             chan struct{} // nothing below the keeper is left, the output is whole
+	over, cancelled  atomic.Bool   // over: gone is closed
+
+	// owned by follow until ready (pid) or gone (the others) is closed
+	pid    int
+	status syscall.WaitStatus
+	last   note // failed, file, gone or released
+	ended  time.Time
+}
+
+// newJobs makes the scratch directory and decides about the sandbox, before
+// anything is sent to a provider.
+func newJobs(h *host, o jobOptions) (*jobs, error) {
+	confine, err := planSandbox(o, landlockABI())
+	if err != nil {
+		return nil, err
+	}
+	t := &jobs{host: h, opts: o, confine: confine, scratch: makeScratch(lookup(o.env, "TMPDIR"))}
+	t.env = append(scrub(o.env, o.dropNames, o.keepNames), "BELAY_RUN="+o.runID)
+	if confine != nil && t.scratch != nil {
+		confine.Write = append(confine.Write, t.scratch.Name())
+		t.env = append(t.env, t.redirects(t.scratch.Name())...)
+	}
+	return t, nil
+}
+
+// makeScratch makes and locks a directory in the first place that can be
+// written, and removes what dead runs left there: a directory is in use while
+// its flock is held.
+func makeScratch(tmp string) *os.File {
+	for _, parent := range []string{tmp, "/tmp", "/dev/shm"} {
+		if !filepath.IsAbs(parent) {
+			continue
+		}
+		old, _ := filepath.Glob(filepath.Join(parent, "belay-????????"))
+		for _, path := range old {
+			if d := lockDir(path); d != nil {
+				os.RemoveAll(path)
+				d.Close()
+			}
+		}
+		path := filepath.Join(parent, "belay-"+randomHex())
+		if os.Mkdir(path, 0o700) == nil {
+			if d := lockDir(path); d != nil { // nil: another run that starts now took it for a leftover
+				return d
+			}
+		}
+	}
+	return nil
+}
+
+// lockDir locks a directory of ours, nil when it is none or in use.
+func lockDir(path string) *os.File {
+	d, err := os.OpenFile(path, unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
+	if err != nil {
+		return nil
+	}
+	fi, err := d.Stat()
+	if err == nil && int(fi.Sys().(*syscall.Stat_t).Uid) == os.Geteuid() {
+		// flock(2) ends with the process whatever kills it; EWOULDBLOCK: in use.
+		err = unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if now, statErr := os.Lstat(path); err == nil && statErr == nil && os.SameFile(fi, now) {
+			return d
+		}
+	}
+	d.Close()
+	return nil
+}
+
+// scrub gives the environment without what looks like a secret and without
+// belay's own names.
+func scrub(env, drop, keep []string) []string {
+	suffixes := []string{"KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS", "_PASS", "_PWD", "_PAT", "_JWT", "_AUTH", "_AUTH_CONFIG"}
+	return slices.DeleteFunc(slices.Clone(env), func(kv string) bool {
+		name, _, _ := strings.Cut(kv, "=")
+		secret := slices.ContainsFunc(suffixes, func(s string) bool { return strings.HasSuffix(strings.ToUpper(name), s) })
+		return slices.Contains(drop, name) || secret && !slices.Contains(keep, name)
+	})
+}
+
+// redirects points caches and git's own configuration into scratch where the
+// sandbox forbids the real ones.
+func (t *jobs) redirects(dir string) (env []string) {
+	home := lookup(t.env, "HOME")
+	for name, real := range map[string]string{"XDG_CACHE_HOME": home + "/.cache", "GOCACHE": home + "/.cache/go-build", "npm_config_cache": home + "/.npm"} {
+		if set := lookup(t.env, name); set != "" {
+			real = set
+		}
+		if !slices.ContainsFunc(t.confine.Write, func(w string) bool { return within(realPath(real), realPath(w)) }) {
+			env = append(env, name+"="+dir+"/cache/"+name)
+		}
+	}
+	text := fmt.Sprintf("[include]\n\tpath = %q\n\tpath = %q\n", home+"/.config/git/config", home+"/.gitconfig")
+	if set := lookup(t.env, "GIT_CONFIG_GLOBAL"); set != "" {
+		text = fmt.Sprintf("[include]\n\tpath = %q\n", set)
+	}
+	if os.WriteFile(dir+"/gitconfig", []byte(text), 0o600) == nil {
+		env = append(env, "GIT_CONFIG_GLOBAL="+dir+"/gitconfig")
+	}
+	return env
+}
+
+func lookup(env []string, name string) (value string) {
+	for _, kv := range env {
+		if v, ok := strings.CutPrefix(kv, name+"="); ok {
+			value = v
+		}
+	}
+	return value
+}
+
+func randomHex() string {
+	b := make([]byte, 4)
+	rand.Read(b) // never fails (crypto/rand)
+	return hex.EncodeToString(b)
+}
+
+// start runs a command under a keeper of its own and returns when it runs or
+// why it does not. log makes it a persistent service; stdin nil is the null device.
+func (t *jobs) start(command, dir string, stdin *string, log string) (*job, error) {
+	if len(command) > commandMax {
+		return nil, fmt.Errorf("the command has %d bytes, at most %d are possible: write it to a file and run that", len(command), commandMax)
+	}
+	shell := lookup(t.env, "SHELL")
+	if base := filepath.Base(shell); base != "bash" && base != "zsh" || exec.Command(shell).Err != nil || !filepath.IsAbs(shell) {
+		shell = "/bin/sh"
+	}
+	j := &job{id: "shell_" + randomHex(), command: command, log: log, cmd: &exec.Cmd{Env: t.env, WaitDelay: eofWait}}
+	j.cmd.Stdout, j.cmd.Stderr = &j.out, &j.out
+	if stdin != nil {
+		j.cmd.Stdin = strings.NewReader(*stdin)
+	}
+	if log != "" {
+		if id, ok := strings.CutSuffix(filepath.Base(log), ".log"); ok {
+			j.id = id // the log is named by its task
+		}
+		f, err := os.OpenFile(log, os.O_WRONLY|os.O_APPEND, 0)
+		if err != nil {
+			return nil, fmt.Errorf("cannot open the service's log: %w", err)
+		}
+		defer f.Close()
+		j.cmd.Stdout, j.cmd.Stderr = f, f
+	} else if t.scratch != nil {
+		j.cmd.Env = append(slices.Clone(t.env), "TMPDIR="+t.scratch.Name())
+		j.out.file, _ = os.OpenFile(filepath.Join(t.scratch.Name(), j.id+".out"), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	}
+	err := t.launch(j, jobSpec{Argv: []string{shell, "-c", command}, Dir: dir, Persist: log != "", Confine: t.confine})
+	if err != nil {
+		return nil, err
+	}
+	if <-j.ready; j.pid == 0 {
+		<-j.gone
+		t.forget(j)
+		return nil, errors.New(j.last.Text)
+	}
+	return j, nil
+}
+
+// launch starts the keeper and enters it in the table in one step, so that no
+// look for orphans can take it for one.
+func (t *jobs) launch(j *job, spec jobSpec) error {
+	// socketpair(2), close-on-exec: belay's end exists nowhere else, so its end is belay's end.
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("cannot start a keeper: socketpair: %w", err)
+	}
+	// fcntl(2) O_NONBLOCK: reads go through the runtime's poller.
+	unix.SetNonblock(fds[0], true)
+	j.ctl = os.NewFile(uintptr(fds[0]), keeperName)
+	theirs := os.NewFile(uintptr(fds[1]), keeperName)
+	defer theirs.Close()
+	j.alive, j.ready, j.gone = make(chan bool, 1), make(chan struct{}), make(chan struct{})
+	j.cmd.Path, j.cmd.Args, j.cmd.Dir = "/proc/self/exe", []string{keeperName}, "/"
+	j.cmd.ExtraFiles, j.cmd.SysProcAttr = []*os.File{theirs}, &syscall.SysProcAttr{Setsid: true}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.host.mu.Lock()
+	defer t.host.mu.Unlock()
+	if err = errEnding; !t.shut {
+		err = j.cmd.Start()
+	}
+	if err != nil {
+		j.ctl.Close()
+		return fmt.Errorf("cannot start a keeper: %w", err)
+	}
+	t.host.keepers[j.cmd.Process.Pid] = j
+	t.all, j.began = append(t.all, j), time.Now()
+	// owner: job; ends when the keeper has exited and its output was read; joined by job.gone
+	go j.follow(t.host, spec)
+	return nil
+}
+
+// follow hands the keeper its job, hears it to its end and, if it died before
+// its tree, ends what it left.
+func (j *job) follow(h *host, spec jobSpec) {
+	json.NewEncoder(j.ctl).Encode(spec) // an error shows below as the end of the notes
+	var n note
+	for in := json.NewDecoder(j.ctl); in.Decode(&n) == nil; n = (note{}) {
+		switch n.Kind {
+		case "started":
+			j.pid = n.Pid
+			close(j.ready)
+		case "exited":
+			j.status = syscall.WaitStatus(n.Status)
+		case "alive", "dead":
+			j.alive <- n.Kind == "alive"
+		default:
+			j.last = n
+		}
+	}
+	j.ctl.Close()
+	if j.last.Kind == "" {
+		j.cmd.Process.Kill() // it is dead or says nonsense
+	}
+	j.cmd.Wait() // for eofWait longer than the keeper lives, if the output has no end
+	h.mu.Lock()
+	delete(h.keepers, j.cmd.Process.Pid)
+	h.mu.Unlock()
+	if j.last.Kind == "" {
+		j.last = note{Text: "the keeper was killed", Left: endTree(h.orphans)}
+	}
+	if f := j.out.file; f != nil {
+		f.Close()
+		if j.out.spilled <= headKeep+tailKeep {
+			os.Remove(f.Name()) // it says no more than the results did
+		}
+	}
+	j.ended = time.Now()
+	if j.pid == 0 {
+		close(j.ready)
+	}
+	j.over.Store(true)
+	close(j.gone)
+}
+
+func (j *job) order(o byte) { j.ctl.Write([]byte{o}) } // an error means that the keeper has exited
+
+// wait is true when the job is gone, false after timeout or with ctx.
+func (j *job) wait(ctx context.Context, timeout time.Duration) bool {
+	select {
+	case <-j.gone:
+	case <-ctx.Done():
+	case <-time.After(timeout):
+	}
+	return j.over.Load()
+}
+
+// end ends jobs, all at once, and names what could not be ended. A keeper that
+// has not done it in time, stopped or wedged, is killed, and belay does it.
+func end(order byte, list ...*job) (left []string) {
+	for _, j := range list {
+		j.order(order)
+	}
+	start := time.Now()
+	for _, j := range list {
+		if !j.wait(context.Background(), wedged-time.Since(start)) {
+			j.cmd.Process.Kill() // an error means that it has exited
+		}
+	}
+	for _, j := range list {
+		if !j.wait(context.Background(), endBound+wedged-time.Since(start)) {
+			left = append(left, fmt.Sprintf("keeper pid %d", j.cmd.Process.Pid))
+		} else {
+			left = append(left, j.last.Left...)
+		}
+	}
+	return left
+}
+
+// file has a keeper do one Read, Write or Edit.
+func (t *jobs) file(ctx context.Context, r *fileRequest) (string, error) {
+	j := &job{cmd: &exec.Cmd{Env: t.env}}
+	if err := t.launch(j, jobSpec{File: r, Confine: t.confine}); err != nil {
+		return "", err
+	}
+	defer t.forget(j)
+	if !j.wait(ctx, fileBound) {
+		j.cmd.Process.Kill()
+		j.wait(context.Background(), endBound)
+	}
+	if !j.last.OK {
+		return "", errors.New(cmp.Or(j.last.Text, "it did not end in time"))
+	}
+	return j.last.Text, nil
+}
+
+// forget drops a finished job, so that a long run does not grow.
+func (t *jobs) forget(j *job) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.all = slices.DeleteFunc(t.all, func(k *job) bool { return k == j })
+}
+
+// list gives the jobs that which names, in order of their start.
+func (t *jobs) list(which func(*job) bool) []*job {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return slices.DeleteFunc(slices.Clone(t.all), func(j *job) bool { return !which(j) })
+}
+
+// pending: a persistent service that was not cancelled, alive or not.
+func (j *job) pending() bool { return j.log != "" && !j.cancelled.Load() }
+
+// endAll ends every job that which names, and what killed keepers left.
+// Nothing is started any more.
+func (t *jobs) endAll(order byte, which func(*job) bool) []string {
+	t.mu.Lock()
+	t.shut = true
+	t.mu.Unlock()
+	left := end(order, t.list(which)...)
+	return append(left, endTree(t.host.orphans)...)
+}
+
+// close removes the scratch directory; it is the last step.
+func (t *jobs) close() {
+	if t.scratch != nil {
+		os.RemoveAll(t.scratch.Name())
+		t.scratch.Close()
+	}
+}
+
+// output keeps the two ends of what a command prints, whatever that is, and
+// its first spillMax bytes in a file.
+type output struct {
+	file *os.File // set once; nil: none
+
+	mu      sync.Mutex
+	buf     []byte // guarded by mu, as all below: what came since the last take, less dropped bytes after headKeep
+	dropped int
+	spilled int
+	failed  bool // the file cannot be written: a full disk stops it, never the command
+}
+
+func (o *output) Write(b []byte) (int, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if n := min(len(b), spillMax-o.spilled); o.file != nil && !o.failed && n > 0 {
+		_, err := o.file.Write(b[:n])
+		o.spilled, o.failed = o.spilled+n, err != nil
+	}
+	o.buf = append(o.buf, b...)
+	o.trim(2 * (headKeep + tailKeep))
+	return len(b), nil
+}
+
+// trim cuts the middle out of a buffer of more than limit bytes.
+func (o *output) trim(limit int) {
+	if over := len(o.buf) - headKeep - tailKeep; len(o.buf) > limit {
+		o.buf = slices.Delete(o.buf, headKeep, headKeep+over)
+		o.dropped += over
+	}
+}
+
+// take gives what came since the last take, cut on characters, and how many
+// bytes were left out. While the command runs, an unfinished character at the
+// end waits for the next take.
+func (o *output) take(running bool) (text string, omitted int) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.trim(headKeep + tailKeep)
+	b := o.buf
+	if running {
+		b = b[:len(b)-unfinished(b)]
+	}
+	o.buf = slices.Clone(o.buf[len(b):])
+	if omitted, o.dropped = o.dropped, 0; omitted > 0 {
+		head, tail := b[:headKeep-unfinished(b[:headKeep])], b[headKeep:]
+		for range utf8.UTFMax - 1 {
+			if len(tail) > 0 && !utf8.RuneStart(tail[0]) {
+				tail = tail[1:]
+			}
+		}
+		omitted += len(b) - len(head) - len(tail)
+		text, b = strings.ToValidUTF8(string(head), "\uFFFD")+fmt.Sprintf("\n… %d bytes left out …\n", omitted), tail
+	}
+	return text + strings.ToValidUTF8(string(b), "\uFFFD"), omitted
+}
+
+// unfinished counts the bytes of an unfinished character at the end of b.
+func unfinished(b []byte) int {
+	for n := 1; n < utf8.UTFMax && n <= len(b); n++ {
+		if last := b[len(b)-n:]; utf8.RuneStart(last[0]) {
+			if utf8.FullRune(last) {
+				return 0
+			}
+			return n
+		}
+	}
+	return 0
+}
+
+// receipt is one line of <home>/services/released.jsonl.
+type receipt struct {
+	TaskID    string `json:"task_id"`
+	PID       int    `json:"pid"`
+	PGID      int    `json:"process_group_id"`
+	StartTime uint64 `json:"start_time"` // field 22 of /proc/PID/stat: clock ticks since boot
+	BootID    string `json:"boot_id"`
+	PIDNS     string `json:"pid_ns"`
+	Command   string `json:"command"`
+	Workspace string `json:"workspace"`
+	Log       string `json:"log"`
+	At        string `json:"released_at"`
+	Withdrawn bool   `json:"withdrawn,omitempty"` // the run failed after this record: the service was ended
+}
+
+func bootID() string {
+	b, _ := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	return strings.TrimSpace(string(b))
+}
+
+func pidNS() string {
+	ns, _ := os.Readlink("/proc/self/ns/pid")
+	return ns
+}
+
+// serviceLog makes the log of a new service: the null device and a reason
+// where the home cannot be written.
+func (t *jobs) serviceLog() (path string, why error) {
+	dir := filepath.Join(t.opts.home, "services")
+	path = filepath.Join(dir, "shell_"+randomHex()+".log")
+	err := errors.New("HOME is not set")
+	if t.opts.home != "" {
+		if err = os.MkdirAll(dir, 0o700); err == nil {
+			err = os.WriteFile(path, nil, 0o600)
+		}
+	}
+	if err != nil {
+		return os.DevNull, err
+	}
+	return path, nil
+}
+
+// confirm has the keeper say that its service lives. The error ends with the
+// last 2,000 bytes of its log.
+func (t *jobs) confirm(j *job) (receipt, error) {
+	p, ok := readProc(j.pid)
+	j.order(orderAlive)
+	alive := false
+	select {
+	case alive = <-j.alive:
+	case <-j.gone:
+	case <-time.After(time.Second):
+	}
+	if !alive || !ok {
+		b, _ := os.ReadFile(j.log)
+		b = b[max(0, len(b)-2000):]
+		return receipt{}, fmt.Errorf("service %s (pid %d) had exited before the run was complete; the end of its log:\n%s", j.id, j.pid, strings.ToValidUTF8(string(b), "\uFFFD"))
+	}
+	return receipt{TaskID: j.id, PID: j.pid, PGID: j.pid, StartTime: p.start, BootID: bootID(), PIDNS: pidNS(),
+		Command: j.command, Workspace: t.opts.workspace, Log: j.log, At: time.Now().UTC().Format(time.RFC3339)}, nil
+}
+
+// recordRelease appends receipts to the list of a home, if there are both, and syncs it.
+func recordRelease(home string, receipts []receipt) error {
+	if home == "" || len(receipts) == 0 {
+		return nil
+	}
+	var b []byte
+	for _, r := range receipts {
+		line, err := json.Marshal(r)
+		if err != nil {
+			return err
+		}
+		b = append(append(b, line...), '\n')
+	}
+	f, err := os.OpenFile(filepath.Join(home, "services", "released.jsonl"), os.O_WRONLY|os.O_CREATE|os.O_APPEND|unix.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	_, err = f.Write(b)
+	return errors.Join(err, f.Sync())
+}
+
+// letGo has the keepers exit without touching their services. A keeper that
+// does not confirm is killed, which lets go as well: a service has no
+// Pdeathsig. From here on belay signals none of them.
+func (t *jobs) letGo(services []*job) {
+	t.host.hold(true)
+	for _, j := range services {
+		j.order(orderLetGo)
+		if !j.wait(context.Background(), time.Second) {
+			j.cmd.Process.Kill()
+		}
+	}
+}
+
+// stop ends the service's session and everything below it: TERM, stopGrace,
+// KILL. What was seen once is ended even if it leaves the session meanwhile.
+func (r receipt) stop() (left []string) {
+	seen := map[int]uint64{r.PID: r.StartTime}
+	list := func() (out []proc) {
+		all := processes()
+		for _, p := range all {
+			if p.sid == r.PID || seen[p.pid] == p.start {
+				for _, q := range append(below(all, p.pid, nobody), p) {
+					seen[q.pid] = q.start
+				}
+			}
+		}
+		return slices.DeleteFunc(all, func(p proc) bool { return p.dead() || seen[p.pid] != p.start })
+	}
+	for _, p := range list() {
+		signalProc(p, unix.SIGTERM, unix.SIGCONT)
+	}
+	for end := time.Now().Add(stopGrace); len(list()) > 0 && time.Now().Before(end); {
+		time.Sleep(pause)
+	}
+	return endTree(list)
+}
