@@ -1,0 +1,984 @@
+//go:build linux
+
+package main
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"math"
+	"net/http"
+	"os"
+	"path/filepath"
+	"runtime"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+	"unicode"
+)
+
+// agent.go is the conversation: events and how they are written, the tools
+// that a model is offered and the checks of its calls, the turn loop, and exec,
+// which runs one task and decides what becomes of its services. It starts
+// processes through procs.go only.
+
+const (
+	atomicWrite   = 4096            // PIPE_BUF: a write of at most this many bytes is whole or not at all, pipe(7)
+	lastLines     = time.Second     // for the last lines of a run that did not complete
+	releaseBound  = 5 * time.Second // of a release up to its receipts
+	superviseTick = 500 * time.Millisecond
+	progressTick  = 60 * time.Second // text format: a sign of life while a tool runs
+	agentsMax     = 32 << 10         // bytes of AGENTS.md
+	maxPending    = 8                // persistent services of a run
+	maxLengths    = 3                // replies in a row that were cut at the output limit
+	maxShortened  = 2                // times that the history of one call is shortened
+	minTimeout    = 1000             // ms, of a command
+	maxTimeout    = 600_000          // ms
+	waitTimeout   = 30_000           // ms, of the action wait
+	lineWidth     = 78               // characters of a progress line
+)
+
+// ending is how a run that did not complete ended: its exit code, and the
+// status and category of its metadata.
+type ending struct {
+	code                      int
+	status, category, message string
+}
+
+func (e *ending) Error() string { return e.message }
+
+var errReaderLeft error = &ending{141, "interrupted", "interrupted", "the reader of stdout went away"}
+
+func failed(category, format string, args ...any) *ending {
+	return &ending{1, "failed", category, fmt.Sprintf(format, args...)}
+}
+
+// endingOf is the one place that maps the outcome of a run to an exit code.
+func endingOf(err error) *ending {
+	var e *ending
+	var api *apiError
+	switch {
+	case err == nil:
+		return &ending{status: "completed"}
+	case errors.As(err, &e):
+		return &ending{e.code, e.status, e.category, err.Error()}
+	case errors.As(err, &api) && api.retryable:
+		return &ending{75, "failed", api.category, err.Error()}
+	case errors.As(err, &api):
+		return failed(api.category, "%v", err)
+	}
+	return failed("internal", "%v", err)
+}
+
+// interrupt is one of the nested signal contexts.
+type interrupt struct {
+	ctx context.Context
+	sig syscall.Signal
+}
+
+// encodeEvent gives one line of docs/protocol.md: type first, then pairs of
+// name and value, then the schema.
+func encodeEvent(kind string, pairs ...any) []byte {
+	all := append([]any{"type", kind}, pairs...)
+	return append(jsonObject(append(all, "schema", "belay.exec-stream", "schema_version", 1)...), '\n')
+}
+
+// jsonObject keeps the order of its pairs and leaves out a value that encodes to
+// null: what is not known is absent, never zero.
+func jsonObject(pairs ...any) []byte {
+	b := []byte{'{'}
+	for i := 0; i < len(pairs); i += 2 {
+		if v := jsonOf(pairs[i+1]); string(v) != "null" {
+			b = append(append(append(append(b, jsonOf(pairs[i])...), ':'), v...), ',')
+		}
+	}
+	return append(bytes.TrimSuffix(b, []byte{','}), '}')
+}
+
+// jsonOf is JSON without the escapes for web pages. All that belay encodes can
+// be; what could not would be left out as null.
+func jsonOf(v any) []byte {
+	var b bytes.Buffer
+	e := json.NewEncoder(&b)
+	e.SetEscapeHTML(false)
+	if e.Encode(v) != nil {
+		return []byte("null")
+	}
+	return bytes.TrimSpace(b.Bytes())
+}
+
+// some is nil, hence absent in an event, for the zero value.
+func some[T comparable](v T) *T {
+	if v == *new(T) {
+		return nil
+	}
+	return &v
+}
+
+// printer writes events in one of the three formats. One goroutine writes to
+// stdout, so that a reader that stands still never stops the run itself.
+type printer struct {
+	// set once
+	format, program string
+	stdout, stderr  io.Writer
+	queue           chan printed
+	fail            context.CancelCauseFunc
+
+	mu              sync.Mutex        // and stderr
+	tools, services []json.RawMessage // guarded by mu
+	running         string            // guarded by mu: the tool call under way
+	since           time.Time         // guarded by mu: of its start or its last sign of life
+}
+
+// printed is one write; ack gets its error.
+type printed struct {
+	b   []byte
+	ack chan error
+}
+
+// writeLoop is the only writer of stdout until queue is closed.
+func (p *printer) writeLoop() {
+	var failed error
+	for w := range p.queue {
+		if failed == nil {
+			if _, failed = p.stdout.Write(w.b); errors.Is(failed, syscall.EPIPE) {
+				failed = errReaderLeft
+			}
+			if failed != nil {
+				p.fail(failed)
+			}
+		}
+		w.ack <- failed
+	}
+}
+
+// write returns when b is written, or with ctx.
+func (p *printer) write(ctx context.Context, b []byte) error {
+	w := printed{b, make(chan error, 1)}
+	select {
+	case p.queue <- w:
+		select {
+		case err := <-w.ack:
+			return err
+		case <-ctx.Done():
+		}
+	case <-ctx.Done():
+	}
+	return context.Cause(ctx)
+}
+
+// say prints for people. Control characters are replaced, further lines are
+// indented, so that neither a terminal nor a CI runner obeys foreign text.
+func (p *printer) say(format string, args ...any) {
+	text := strings.Map(func(r rune) rune {
+		if unicode.IsControl(r) && r != '\n' && r != '\t' {
+			return '\uFFFD'
+		}
+		return r
+	}, fmt.Sprintf(format, args...))
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	io.WriteString(p.stderr, strings.ReplaceAll(text, "\n", "\n    ")+"\n")
+}
+
+// emit is the sink of a run's events. The text format shows some fields of
+// some kinds, on indented lines.
+func (p *printer) emit(ctx context.Context, kind string, pairs ...any) {
+	if p.format == "stream-json" {
+		p.write(ctx, encodeEvent(kind, pairs...)) // an error has ended the run
+		return
+	}
+	fields := map[string]any{}
+	for i := 0; i < len(pairs); i += 2 {
+		fields[pairs[i].(string)] = pairs[i+1]
+	}
+	p.mu.Lock()
+	line := ""
+	switch whole := json.RawMessage(jsonObject(pairs...)); kind {
+	case "tool_use":
+		p.running, p.since = fmt.Sprintf("%s %s", fields["name"], jsonOf(fields["input"])), time.Now()
+	case "tool_result":
+		p.tools = append(p.tools, whole)
+		line, p.running = oneLine(fmt.Sprintf("  %s in %d ms: %s", fields["status"], fields["duration_ms"], p.running)), ""
+		if fields["status"] == "error" {
+			line += "\n" + oneLine(fields["output"].(string))
+		}
+	case "service_released", "service_stopped":
+		p.services = append(p.services, whole)
+		line = fmt.Sprintf("  %s %s", kind, whole)
+	case "retry", "notice":
+		line = fmt.Sprintf("  %s: %v%v", kind, cmp.Or(fields["message"], any("")), cmp.Or(fields["error"], any("")))
+	}
+	p.mu.Unlock()
+	if p.format == "text" && line != "" {
+		p.say("%s", line)
+	}
+}
+
+// alive shows each progressTick that a tool call still runs.
+func (p *printer) alive(now time.Time) {
+	p.mu.Lock()
+	running := p.running
+	if running == "" || p.format != "text" || now.Sub(p.since) < progressTick {
+		running = ""
+	} else {
+		p.since = now
+	}
+	p.mu.Unlock()
+	if running != "" {
+		p.say("%s", oneLine("  still running "+running))
+	}
+}
+
+func oneLine(s string) string {
+	if r := []rune(strings.ReplaceAll(s, "\n", " ")); len(r) > lineWidth {
+		return string(r[:lineWidth-1]) + "…"
+	}
+	return strings.ReplaceAll(s, "\n", " ")
+}
+
+// The tools, in full JSON Schema.
+const toolSchemas = `[
+{"type":"function","function":{"name":"Bash","description":"Run a shell command, or wait for or cancel one that runs in the background. When a foreground command ends, whatever it left running is ended too. A background command ends with the run, unless it is a persistent service of a run that completes.","parameters":{"type":"object","properties":{
+"action":{"type":"string","enum":["run","wait","cancel"],"description":"default run"},
+"command":{"type":"string","description":"run: the command, for sh -c"},
+"timeout_ms":{"type":"integer","description":"1000 to 600000; run: default 120000; wait: default 30000"},
+"background":{"type":"boolean","description":"run: return a task_id at once"},
+"persist":{"type":"boolean","description":"run: with background, a service that outlives a completed run; it must stay in the foreground of its shell, and you must probe that it is ready before you answer"},
+"stdin":{"type":"string","description":"run: text for the command's stdin; else it is empty"},
+"cwd":{"type":"string","description":"run: directory, default the workspace"},
+"task_id":{"type":"string","description":"wait, cancel: the task"},
+"all":{"type":"boolean","description":"cancel: all tasks"}}}}},
+{"type":"function","function":{"name":"Read","description":"Read a text file as numbered lines, at most 2000 lines and 50 KiB at once.","parameters":{"type":"object","properties":{
+"path":{"type":"string"},"offset":{"type":"integer","description":"first line, from 1"},"limit":{"type":"integer","description":"number of lines"}},"required":["path"]}}},
+{"type":"function","function":{"name":"Write","description":"Write a whole file, with its parent directories.","parameters":{"type":"object","properties":{
+"path":{"type":"string"},"content":{"type":"string"}},"required":["path","content"]}}},
+{"type":"function","function":{"name":"Edit","description":"Replace exact text in a file.","parameters":{"type":"object","properties":{
+"path":{"type":"string"},"old":{"type":"string","description":"must occur exactly once, unless all"},"new":{"type":"string"},"all":{"type":"boolean"}},"required":["path","old","new"]}}}]`
+
+// tool is what the checks read of a schema.
+type tool struct {
+	Name       string
+	Parameters struct {
+		Properties map[string]struct {
+			Type string
+			Enum []string
+		}
+		Required []string
+	}
+}
+
+// tools reads toolSchemas, which a test checks.
+func tools() map[string]tool {
+	var list []struct{ Function tool }
+	json.Unmarshal([]byte(toolSchemas), &list)
+	out := map[string]tool{}
+	for _, t := range list {
+		out[t.Function.Name] = t.Function
+	}
+	return out
+}
+
+// arguments of all tools. A number is read as a float: some models write 5.0.
+type arguments struct {
+	Action, Command, Cwd, Path, Content, Old, New string
+	TaskID                                        string `json:"task_id"`
+	Stdin                                         *string
+	Timeout                                       float64 `json:"timeout_ms"`
+	Offset, Limit                                 float64
+	Background, Persist, All                      bool
+}
+
+// check reads the arguments of a call by its tool's schema: null counts as
+// absent, names that the schema lacks are given back.
+func (t tool) check(raw json.RawMessage) (a arguments, unknown []string, err error) {
+	var given map[string]json.RawMessage
+	if json.Unmarshal(raw, &given) != nil || given == nil {
+		return a, nil, errors.New("the arguments are no JSON object, so nothing was run; send them again as one object")
+	}
+	for _, name := range slices.Sorted(maps.Keys(given)) {
+		var v any
+		json.Unmarshal(given[name], &v)
+		p, known := t.Parameters.Properties[name]
+		number, _ := v.(float64)
+		text, isText := v.(string)
+		_, isBool := v.(bool)
+		switch {
+		case v == nil:
+			delete(given, name)
+		case !known:
+			unknown = append(unknown, name)
+			delete(given, name)
+		case p.Type == "string" && !isText, p.Type == "boolean" && !isBool, p.Type == "integer" && (number < 1 || number != math.Trunc(number)):
+			return a, nil, fmt.Errorf("%s must be a %s (an integer: 1 or more)", name, p.Type)
+		case p.Enum != nil && !slices.Contains(p.Enum, text):
+			return a, nil, fmt.Errorf("%s must be one of %s", name, strings.Join(p.Enum, ", "))
+		}
+	}
+	for _, name := range t.Parameters.Required {
+		if given[name] == nil {
+			return a, nil, fmt.Errorf("%s is missing; %s needs %s", name, t.Name, strings.Join(t.Parameters.Required, ", "))
+		}
+	}
+	return a, unknown, json.Unmarshal(jsonOf(given), &a)
+}
+
+// toolResult is what a call came to. category "" is success; else
+// invalid_input, execution_failed, exit_status, timeout or cancelled.
+type toolResult struct {
+	text, category, path string // path: of the whole output
+	exit                 *int
+	truncated            bool
+}
+
+func refused(format string, args ...any) toolResult {
+	return toolResult{text: fmt.Sprintf(format, args...), category: "invalid_input"}
+}
+
+// agent is one conversation with a model.
+type agent struct {
+	// set once
+	client     *client
+	jobs       *jobs // nil: no tools are offered
+	extra      map[string]any
+	emit       func(kind string, pairs ...any)
+	journal    func(kind string, message json.RawMessage) error // of serve: nothing goes on before it has returned
+	workspace  string
+	noNetwork  bool
+	maxTurns   int
+	maxTokens  int64
+	timeout    time.Duration // default of a foreground command
+	noServices string        // why persist is refused here, "" if it is not
+
+	// owned by the goroutine of run
+	history          []message
+	learned          learned
+	turns, toolCalls int
+	total            [4]*int64 // input, output, cached, reasoning tokens, as reported
+}
+
+// message is one of the history: what is sent, byte for byte.
+type message struct {
+	raw    json.RawMessage
+	callID string // of a tool's result
+	turn   int
+	short  bool
+}
+
+// newAgent makes the conversation of a configuration, for exec and serve.
+func newAgent(cfg *config, t *jobs, transport http.RoundTripper, record io.Writer, trace func(string)) *agent {
+	return &agent{
+		client: newClient(clientOptions{url: cfg.url, socket: cfg.socket, header: cfg.keyHeader, key: cfg.key.reveal(), keyNote: cfg.keyNote,
+			model: cfg.model, maxTokens: cfg.maxTokens, temperature: cfg.temperature, topP: cfg.topP, seed: cfg.seed, reasoningEffort: cfg.reasoningEffort,
+			liveness: cfg.liveness, backoff: cfg.backoff, version: version(), transport: transport, record: record, trace: trace}),
+		jobs: t, workspace: cfg.workspace, noNetwork: t != nil && t.confine != nil && !cfg.network,
+		maxTurns: cfg.maxTurns, maxTokens: cfg.maxTotalTokens, timeout: cfg.commandTimeout,
+		learned: learned{dropped: map[string]bool{}, ids: map[string]bool{}},
+	}
+}
+
+func (a *agent) add(kind string, m message) error {
+	m.turn = a.turns
+	a.history = append(a.history, m)
+	if a.journal == nil {
+		return nil
+	}
+	return a.journal(kind, m.raw)
+}
+
+// run is the turn loop: ask, run the calls of a reply that ended properly,
+// append their results, until a reply has none. It gives the answer.
+func (a *agent) run(ctx context.Context) (answer string, err error) {
+	for lengths := 0; err == nil; {
+		switch a.turns++; {
+		case a.turns > a.maxTurns:
+			return "", failed("budget_exhausted", "%d model calls (--max-turns) are spent and the model wants more", a.maxTurns)
+		case a.maxTokens > 0 && value(a.total[0])+value(a.total[1]) >= a.maxTokens:
+			return "", failed("budget_exhausted", "the %d tokens of limits.max_total_tokens are spent and the model wants more", a.maxTokens)
+		}
+		r, err := a.ask(ctx)
+		if err != nil {
+			return "", err
+		}
+		switch lengths++; {
+		case r.finish == "content_filter":
+			return "", failed("content_filter", "the provider's content filter cut the answer")
+		case r.finish != "length" && r.finish != "stop" && r.finish != "tool_calls":
+			return "", failed("malformed", "the provider ended the answer with %q, so it may be incomplete", r.finish)
+		case r.finish != "length":
+			lengths = 0
+		case lengths == maxLengths:
+			return "", failed("length", "%d replies in a row were cut at the output limit; raise infer.max_tokens", lengths)
+		}
+		if answer += r.text; r.text != "" || len(r.calls) > 0 {
+			err = a.add("assistant", message{raw: assistantMessage(r, r.calls)})
+		}
+		for _, c := range r.calls {
+			if answer = ""; err == nil {
+				err = a.call(ctx, c)
+			}
+		}
+		switch {
+		case err != nil:
+			return "", err
+		case r.finish == "length":
+			err = a.add("user", message{raw: userMessage("Your last reply was cut at the output limit. Continue where it ended.")})
+		case len(r.calls) == 0:
+			return answer, nil
+		}
+	}
+	return "", err
+}
+
+// ask makes one model call. A history that is too long for the server is
+// shortened, maxShortened times at most.
+func (a *agent) ask(ctx context.Context) (*reply, error) {
+	request := &request{extra: a.extra, learned: &a.learned}
+	if a.jobs != nil {
+		request.tools, request.offered = json.RawMessage(toolSchemas), slices.Collect(maps.Keys(tools()))
+	}
+	events := sink{
+		text:      func(s string) { a.emit("content", "content", s) },
+		reasoning: func(s string) { a.emit("reasoning", "content", s) },
+		retry: func(r retryNotice) {
+			a.emit("retry", "attempt", r.attempt, "delay_ms", r.delay.Milliseconds(), "error_category", r.category, "error", r.message, "discard_content", r.discard)
+		},
+	}
+	for shortened := 0; ; shortened++ {
+		request.messages = nil
+		for _, m := range a.history {
+			request.messages = append(request.messages, m.raw)
+		}
+		began := time.Now()
+		r, err := a.client.complete(ctx, request, events)
+		var api *apiError
+		switch {
+		case ctx.Err() != nil:
+			return nil, context.Cause(ctx)
+		case err == nil:
+			a.account(r.usage, time.Since(began))
+			return r, nil
+		case !errors.As(err, &api) || api.category != "context_length" || shortened == maxShortened || !a.shorten(shortened+1 == maxShortened):
+			return nil, err
+		}
+	}
+}
+
+func value(n *int64) int64 {
+	if n == nil {
+		return 0
+	}
+	return *n
+}
+
+// account adds up what a call reported.
+func (a *agent) account(u *usage, took time.Duration) {
+	if u == nil {
+		return
+	}
+	for i, n := range []*int64{u.input, u.output, u.cached, u.reasoning} {
+		if n != nil {
+			sum := value(a.total[i]) + *n
+			a.total[i] = &sum
+		}
+	}
+	a.emit("turn_usage", "turn", a.turns, "input_tokens", u.input, "output_tokens", u.output, "cached_tokens", u.cached, "reasoning_tokens", u.reasoning, "duration_ms", took.Milliseconds())
+}
+
+// shorten replaces the older half of the tool results, or all, by a note of
+// their size; those of the newest two turns stay. False: nothing to shorten.
+func (a *agent) shorten(all bool) bool {
+	var old []*message
+	for i := range a.history {
+		if m := &a.history[i]; m.callID != "" && !m.short && m.turn < a.turns-2 {
+			old = append(old, m)
+		}
+	}
+	if !all {
+		old = old[:(len(old)+1)/2]
+	}
+	names := "the context is too long for the server; results left out:"
+	for _, m := range old {
+		names += " " + m.callID
+		m.raw, m.short = toolMessage(m.callID, fmt.Sprintf("[this result of %d bytes was left out to make room]", len(m.raw))), true
+	}
+	a.emit("notice", "message", names)
+	return len(old) > 0
+}
+
+// call runs one call of a complete reply and appends its result.
+func (a *agent) call(ctx context.Context, c call) error {
+	began := time.Now()
+	var input any = c.args
+	if c.args == nil {
+		input = c.raw
+	}
+	a.toolCalls++
+	a.emit("tool_use", "id", c.id, "name", c.name, "input", input, "started_at", began.UTC().Format(time.RFC3339Nano))
+	if a.journal != nil {
+		if err := a.journal("tool_start", jsonOf(map[string]string{"id": c.id, "name": c.name})); err != nil {
+			return err
+		}
+	}
+	r, now := a.dispatch(ctx, c), time.Now()
+	a.emit("tool_result", "id", c.id, "name", c.name, "output", r.text, "status", map[bool]string{true: "success", false: "error"}[r.category == ""],
+		"exit_code", r.exit, "error_category", some(r.category), "truncated", some(r.truncated), "output_path", some(r.path),
+		"started_at", began.UTC().Format(time.RFC3339Nano), "completed_at", now.UTC().Format(time.RFC3339Nano), "duration_ms", now.Sub(began).Milliseconds())
+	return cmp.Or(a.add("tool_result", message{raw: toolMessage(c.id, r.text), callID: c.id}), context.Cause(ctx))
+}
+
+// dispatch checks a call and runs it. What is refused says what is valid.
+func (a *agent) dispatch(ctx context.Context, c call) (r toolResult) {
+	all := tools()
+	t, ok := all[c.name]
+	if !ok || a.jobs == nil {
+		return refused("there is no tool %q; the tools are %s", c.name, strings.Join(slices.Sorted(maps.Keys(all)), ", "))
+	}
+	args, unknown, err := t.check(c.args)
+	for _, p := range []*string{&args.Path, &args.Cwd} { // none is the workspace
+		if !filepath.IsAbs(*p) {
+			*p = filepath.Join(a.workspace, *p)
+		}
+	}
+	switch {
+	case err != nil:
+		return refused("%v", err)
+	case c.name == "Bash":
+		r = a.bash(ctx, args)
+	case c.name == "Edit" && (args.Old == "" || args.Old == args.New):
+		return refused("old must not be empty, and new must differ from it")
+	default:
+		r.text, err = a.jobs.file(ctx, &fileRequest{Tool: c.name, Path: args.Path, Content: args.Content, Old: args.Old, New: args.New, All: args.All, Offset: int(args.Offset), Limit: int(args.Limit)})
+		if err != nil {
+			r = broken(err)
+		}
+	}
+	if len(unknown) > 0 {
+		r.text += "\n(unknown arguments ignored: " + strings.Join(unknown, ", ") + ")"
+	}
+	return r
+}
+
+func broken(err error) toolResult {
+	return toolResult{text: err.Error(), category: "execution_failed"}
+}
+
+// bash is the tool of that name.
+func (a *agent) bash(ctx context.Context, args arguments) (r toolResult) {
+	ms, note := cmp.Or(args.Timeout, float64(a.timeout.Milliseconds())), ""
+	if args.Action == "wait" {
+		ms = cmp.Or(args.Timeout, waitTimeout)
+	}
+	if asked := ms; asked < minTimeout || asked > maxTimeout {
+		ms = min(max(asked, minTimeout), maxTimeout)
+		note = fmt.Sprintf("\n(timeout_ms %.0f was taken as %.0f: %d to %d are possible)", asked, ms, minTimeout, maxTimeout)
+	}
+	timeout := time.Duration(ms) * time.Millisecond
+	if args.Action == "wait" || args.Action == "cancel" {
+		tasks := a.jobs.list(func(j *job) bool { return j.id == args.TaskID || args.All && !j.over.Load() })
+		switch {
+		case len(tasks) == 0 && !(args.All && args.Action == "cancel"):
+			return refused("there is no task %q", args.TaskID)
+		case args.Action == "wait":
+			tasks[0].wait(ctx, timeout)
+			r = a.report(tasks[0], "")
+		default:
+			for _, j := range tasks {
+				j.cancelled.Store(true)
+			}
+			r.text = fmt.Sprintf("%d tasks ended%s", len(tasks), leftOver(end(orderEnd, tasks...)))
+		}
+		r.text += note
+		return r
+	}
+	if strings.TrimSpace(args.Command) == "" {
+		return refused("run needs a command")
+	}
+	if fi, err := os.Stat(args.Cwd); err != nil || !fi.IsDir() {
+		return refused("cwd %s is no directory", args.Cwd)
+	}
+	if args.Persist {
+		return a.service(args)
+	}
+	j, err := a.jobs.start(args.Command, args.Cwd, args.Stdin, "")
+	switch {
+	case err != nil:
+		return broken(err)
+	case args.Background:
+		return toolResult{text: fmt.Sprintf("started in the background as %s; it ends with this run", j.id)}
+	}
+	defer a.jobs.forget(j)
+	why := ""
+	if !j.wait(ctx, timeout) {
+		if why = fmt.Sprintf("timed out after %d ms; for long work use background:true and wait", timeout.Milliseconds()); ctx.Err() != nil {
+			why = "cancelled"
+		}
+		end(orderEnd, j)
+	}
+	r = a.report(j, why)
+	r.text += note
+	return r
+}
+
+// service starts a pending persistent service, if every rule is kept.
+func (a *agent) service(args arguments) toolResult {
+	switch {
+	case !args.Background || args.Stdin != nil:
+		return refused("persist needs background:true and no stdin")
+	case a.noServices != "":
+		return broken(errors.New("persist is refused: " + a.noServices))
+	case len(a.jobs.list((*job).pending)) >= maxPending:
+		return refused("there are %d pending services already, no more are possible", maxPending)
+	}
+	log, why := a.jobs.serviceLog()
+	if why != nil {
+		a.emit("notice", "message", fmt.Sprintf("the service's output goes to %s and no record is kept: %v", log, why))
+	}
+	j, err := a.jobs.start(args.Command, args.Cwd, nil, log)
+	if err != nil {
+		return broken(err)
+	}
+	return toolResult{text: fmt.Sprintf("started as %s (pid %d), log %s. It is pending: it is released when this run completes and ended if the run fails. Probe that it is ready before you answer.", j.id, j.pid, log)}
+}
+
+// report gives the new output of a job and what became of it. ended says why
+// belay ended it, if it did.
+func (a *agent) report(j *job, ended string) toolResult {
+	over, code := j.over.Load(), j.status.ExitStatus()
+	text, omitted := j.out.take(!over)
+	r := toolResult{text: strings.TrimSuffix(cmp.Or(text, "(no output)"), "\n"), truncated: omitted > 0}
+	if f := j.out.file; r.truncated && f != nil {
+		r.path = f.Name()
+		r.text += fmt.Sprintf("\n(the output, up to %d MiB, is in %s)", spillMax>>20, r.path)
+	}
+	state := fmt.Sprintf("exit code %d", code)
+	switch {
+	case ended != "":
+		state, r.category = ended, map[bool]string{true: "cancelled", false: "timeout"}[ended == "cancelled"]
+	case !over:
+		state = fmt.Sprintf("still running after %s", time.Since(j.began).Round(time.Millisecond))
+	case j.cancelled.Load():
+		state = "cancelled"
+	case j.last.Kind != "gone":
+		state, r.category = j.last.Text, "execution_failed"
+	case j.status.Signaled():
+		state, r.category = "killed by "+signalName(j.status.Signal()), "exit_status"
+	default:
+		if r.exit = &code; code != 0 {
+			r.category = "exit_status"
+		}
+	}
+	r.text += "\n" + state
+	if over && j.last.Strays > 0 {
+		r.text += fmt.Sprintf("\n(%d processes that the command had left running were ended; use background:true for work that goes on)", j.last.Strays)
+	}
+	if over {
+		r.text += leftOver(j.last.Left)
+	}
+	if r.category == "exit_status" && a.noNetwork {
+		r.text += "\nnetwork is off in this sandbox, loopback included (belay --network)"
+	}
+	return r
+}
+
+func leftOver(left []string) string {
+	if len(left) == 0 {
+		return ""
+	}
+	return "\ncould not be ended: " + strings.Join(left, ", ")
+}
+
+// execution is one run of exec.
+type execution struct {
+	// set once
+	cfg        *config
+	host       *host
+	interrupts []interrupt
+	stdout     *os.File
+	id         string
+	began      time.Time
+	printer    *printer
+	agent      *agent
+	jobs       *jobs // nil: no tools
+}
+
+// runExec runs one task and gives the exit code. Whatever happens, everything
+// passes the same end: kill, reap, then write. interrupts: outermost first.
+func runExec(ctx context.Context, cfg *config, h *host, env []string, interrupts []interrupt, transport http.RoundTripper, record io.Writer, stdout, stderr *os.File) int {
+	x := &execution{cfg: cfg, host: h, interrupts: interrupts, stdout: stdout, id: randomHex() + randomHex(), began: time.Now()}
+	ctx, fail := context.WithCancelCause(ctx)
+	defer fail(nil)
+	x.printer = &printer{format: cfg.format, program: cfg.program, stdout: stdout, stderr: stderr, queue: make(chan printed), fail: fail}
+	if cfg.auto {
+		var err error
+		x.jobs, err = newJobs(h, jobOptions{runID: x.id, home: cfg.home, workspace: cfg.workspace, sandbox: cfg.sandbox, network: cfg.network,
+			writable: cfg.writable, env: env, dropNames: cfg.keyNames, keepNames: cfg.envKeep})
+		if err != nil {
+			x.printer.say("%s: %v", cfg.program, err)
+			return 1
+		}
+		defer x.jobs.close()
+	}
+	var trace func(string)
+	if cfg.verbose {
+		trace = func(s string) { x.printer.say("%s: %s", cfg.program, s) }
+	}
+	x.agent = newAgent(cfg, x.jobs, transport, record, trace)
+	x.agent.emit = func(kind string, pairs ...any) { x.printer.emit(ctx, kind, pairs...) }
+	written, watched := make(chan struct{}), make(chan struct{})
+	// owner: runExec; ends when queue is closed and the last write returned; joined by written, for lastLines at most
+	go func() { defer close(written); x.printer.writeLoop() }()
+	// owner: runExec; ends with ctx; joined by watched
+	go func() { defer close(watched); x.supervise(ctx, fail) }()
+	answer, err := x.converse(ctx)
+	code := x.finish(ctx, answer, err)
+	fail(nil)
+	<-watched
+	close(x.printer.queue)
+	select {
+	case <-written:
+	case <-time.After(lastLines):
+	}
+	return code
+}
+
+// supervise ends a run that took too long and notices a reader that left
+// although nothing is written; it reaps as PID 1 of a container, where belay is
+// every orphan's parent, and shows that a long tool call is alive.
+func (x *execution) supervise(ctx context.Context, fail context.CancelCauseFunc) {
+	tick := time.NewTicker(min(superviseTick, x.cfg.poll))
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case now := <-tick.C:
+			if readerLeft(int(x.stdout.Fd())) {
+				fail(errReaderLeft)
+			}
+			if x.host.pid == 1 {
+				x.host.orphans()
+			}
+			x.printer.alive(now)
+		}
+	}
+}
+
+// converse is the run from its first event to the answer. A panic in it is an
+// error like another: the teardown comes after it.
+func (x *execution) converse(ctx context.Context) (answer string, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			err = fmt.Errorf("bug in belay: panic: %v\n%s", p, debug.Stack())
+		}
+	}()
+	a, cfg := x.agent, x.cfg
+	if cfg.timeout > 0 {
+		var stop context.CancelFunc
+		ctx, stop = context.WithTimeoutCause(ctx, cfg.timeout, &ending{124, "failed", "timeout", fmt.Sprintf("--timeout %s ran out", cfg.timeout)})
+		defer stop()
+	}
+	a.emit("start", "session_id", x.id, "model", cfg.model, "workspace", cfg.workspace, "sandbox", cfg.sandbox, "network", cfg.network || x.jobs == nil || x.jobs.confine == nil, "version", version())
+	switch {
+	case !cfg.sandboxFlag || cfg.sandbox != "danger-full-access":
+		a.noServices = "it needs --sandbox danger-full-access on the command line"
+	case x.host.pid == 1:
+		a.noServices = "belay is PID 1 here, so its exit would end the service"
+	}
+	system, notices := systemPrompt(cfg, x.jobs)
+	for _, notice := range append(notices, cfg.keyNote) {
+		if notice != "" {
+			a.emit("notice", "message", notice)
+		}
+	}
+	a.history = []message{{raw: systemMessage(system)}, {raw: userMessage(cfg.prompt)}}
+	return a.run(ctx)
+}
+
+// systemPrompt is constant for a run, so that the server's prefix cache holds.
+// With it come the notices for the user about what is not in force.
+func systemPrompt(cfg *config, t *jobs) (text string, notices []string) {
+	text = fmt.Sprintf("You are belay, a coding agent that works without a person at hand. Do the task, check it, and answer with what you did.\n"+
+		"Workspace: %s\nPlatform: linux/%s\nDate: %s\n", cfg.workspace, runtime.GOARCH, time.Now().Format(time.DateOnly))
+	switch {
+	case t == nil:
+		notices = append(notices, "no tools are offered: --auto lets the model run commands")
+	default:
+		if t.scratch == nil {
+			notices = append(notices, "no scratch directory can be written ($TMPDIR, /tmp, /dev/shm): long outputs are not kept")
+		}
+		if t.confine != nil {
+			text += fmt.Sprintf("Sandbox: %s; what can be written: %s. Network: %v.\n", cfg.sandbox, strings.Join(t.confine.Write, " "), cfg.network)
+			notices = append(notices, t.confine.lacks())
+		}
+		text += "Long work: background:true and wait. A server that shall outlive this run: background:true with persist:true; it is released only when you have answered, so probe that it is ready before you do.\n"
+	}
+	if !cfg.noProjectConfig {
+		b, notice := agentsFile(cfg.workspace)
+		if notices = append(notices, notice); len(b) > 0 {
+			text += "\nAGENTS.md of the workspace:\n" + strings.ToValidUTF8(string(b), "\uFFFD") + "\n"
+		}
+	}
+	return text + cfg.appendPrompt, notices
+}
+
+// agentsFile reads AGENTS.md. The workspace is not trusted: a link must not
+// lead out of it, and a FIFO must not hold the run.
+func agentsFile(workspace string) (b []byte, notice string) {
+	root, err := os.OpenRoot(workspace)
+	if err != nil {
+		return nil, ""
+	}
+	defer root.Close()
+	f, err := root.OpenFile("AGENTS.md", os.O_RDONLY|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, ""
+	}
+	defer f.Close()
+	if fi, statErr := f.Stat(); statErr == nil && fi.Mode().IsRegular() {
+		b, err = io.ReadAll(io.LimitReader(f, agentsMax+1))
+	}
+	if err != nil || b == nil {
+		return nil, "AGENTS.md cannot be read, or is no regular file"
+	}
+	if len(b) > agentsMax {
+		b, notice = b[:agentsMax], fmt.Sprintf("AGENTS.md is longer than %d bytes: cut there", agentsMax)
+	}
+	return b, notice
+}
+
+// finish decides what becomes of the services, ends the rest and writes the
+// last lines. It gives the exit code.
+func (x *execution) finish(ctx context.Context, answer string, err error) int {
+	if err == nil {
+		if err = x.release(ctx, answer); err == nil {
+			return 0
+		}
+	}
+	for _, i := range slices.Backward(x.interrupts) {
+		if i.ctx.Err() != nil { // the outermost that ended is the signal that came
+			err = &ending{128 + int(i.sig), "interrupted", "interrupted", "ended by " + signalName(i.sig)}
+		}
+	}
+	var stopped []*job
+	if x.jobs != nil {
+		stopped = x.jobs.list((*job).pending)
+		if left := x.jobs.endAll(orderEnd, func(*job) bool { return true }); len(left) > 0 {
+			err = fmt.Errorf("%w%s", err, leftOver(left))
+		}
+	}
+	e := endingOf(err)
+	last, cancel := context.WithTimeout(context.Background(), lastLines)
+	defer cancel()
+	for _, j := range stopped {
+		x.printer.emit(last, "service_stopped", "task_id", j.id, "pid", j.pid, "reason", e.category)
+	}
+	x.printer.write(last, x.closing(e, "", nil)) // the exit code tells where it cannot be written
+	return e.code
+}
+
+// release is the end of a run whose answer is complete. Any error aborts it:
+// then nothing is released.
+func (x *execution) release(ctx context.Context, answer string) (err error) {
+	if x.jobs == nil {
+		return x.printer.write(ctx, x.closing(endingOf(nil), answer, nil))
+	}
+	if left := x.jobs.endAll(orderEnd, func(j *job) bool { return !j.pending() }); len(left) > 0 {
+		return errors.New("the answer is complete, but processes" + leftOver(left))
+	}
+	services := x.jobs.list((*job).pending)
+	slices.SortFunc(services, func(a, b *job) int { return strings.Compare(a.id, b.id) })
+	if len(services) > 0 {
+		var stop context.CancelFunc
+		ctx, stop = context.WithTimeoutCause(ctx, releaseBound, errors.New("stdout did not take the receipts in time"))
+		defer stop()
+	}
+	var list []receipt
+	for _, j := range services {
+		r, err := x.jobs.confirm(j)
+		if err != nil {
+			return failed("service_exited", "%v", err)
+		}
+		list = append(list, r)
+	}
+	if err := recordRelease(x.cfg.home, list); err != nil {
+		x.printer.emit(ctx, "notice", "message", fmt.Sprintf("the release is not recorded in %s: %v", x.cfg.home, err))
+	}
+	if err = x.print(ctx, answer, list); err == nil {
+		x.jobs.letGo(services)
+		return nil
+	}
+	for i := range list {
+		list[i].Withdrawn = true
+	}
+	recordRelease(x.cfg.home, list) // an error: the pid is not running, which services shows
+	return err
+}
+
+// print writes the receipts and the last lines. In stream-json they go out in
+// one write(2), whole or not at all, and from the moment that it is sure to
+// happen signals are held; else signals count until the last byte.
+func (x *execution) print(ctx context.Context, answer string, list []receipt) error {
+	lines := x.closing(endingOf(nil), answer, list)
+	if x.cfg.format == "stream-json" && len(list) > 0 && len(lines) <= atomicWrite {
+		if !takesOneWrite(int(x.stdout.Fd()), releaseBound) {
+			return errors.New("stdout did not take the receipts in time")
+		}
+		x.host.hold(true)
+		if err := context.Cause(ctx); err != nil {
+			x.host.hold(false)
+			return err
+		}
+		ctx = context.Background()
+	}
+	err := x.printer.write(ctx, lines)
+	for _, r := range list {
+		if x.cfg.format == "text" && err == nil {
+			x.printer.emit(ctx, "service_released", r.fields()...)
+		}
+	}
+	x.host.hold(err == nil && len(list) > 0)
+	return err
+}
+
+func (r receipt) fields() []any {
+	return []any{"task_id", r.TaskID, "pid", r.PID, "process_group_id", r.PGID, "ownership", "external", "log", r.Log}
+}
+
+// closing gives the last lines of a run in its format. The answer of the text
+// format stands alone on stdout; an error is said on stderr.
+func (x *execution) closing(e *ending, answer string, list []receipt) (b []byte) {
+	a, p := x.agent, x.printer
+	meta := []any{"status", e.status, "exit_code", e.code, "stop_reason", cmp.Or(e.category, "end"), "error_category", some(e.category), "error", some(e.message),
+		"session_id", x.id, "model", x.cfg.model, "workspace", x.cfg.workspace, "sandbox", x.cfg.sandbox, "turns", a.turns, "tool_calls", a.toolCalls,
+		"input_tokens", a.total[0], "output_tokens", a.total[1], "cached_tokens", a.total[2], "reasoning_tokens", a.total[3], "duration_ms", time.Since(x.began).Milliseconds()}
+	switch x.cfg.format {
+	case "text":
+		if e.code != 0 {
+			p.say("%s: %s", x.cfg.program, e.message)
+			return nil
+		}
+		return []byte(strings.TrimSuffix(answer, "\n") + "\n")
+	case "json":
+		for _, r := range list {
+			p.emit(context.Background(), "service_released", r.fields()...)
+		}
+		return append(jsonObject(append(meta, "output", answer, "tools", p.tools, "services", p.services)...), '\n')
+	}
+	for _, r := range list {
+		b = append(b, encodeEvent("service_released", r.fields()...)...)
+	}
+	if e.code != 0 {
+		b = append(b, encodeEvent("error", "error", e.message, "error_category", e.category)...)
+	}
+	b = append(b, encodeEvent("metadata", "meta", json.RawMessage(jsonObject(meta...)))...)
+	return append(b, encodeEvent("done")...)
+}
