@@ -264,27 +264,10 @@ const toolSchemas = `[
 {"type":"function","function":{"name":"Edit","description":"Replace exact text in a file.","parameters":{"type":"object","properties":{
 "path":{"type":"string"},"old":{"type":"string","description":"must occur exactly once, unless all"},"new":{"type":"string"},"all":{"type":"boolean"}},"required":["path","old","new"]}}}]`
 
-// tool is what the checks read of a schema.
-type tool struct {
-	Name       string
-	Parameters struct {
-		Properties map[string]struct {
-			Type string
-			Enum []string
-		}
-		Required []string
-	}
-}
-
-// tools reads toolSchemas, which a test checks.
-func tools() map[string]tool {
-	var list []struct{ Function tool }
-	json.Unmarshal([]byte(toolSchemas), &list)
-	out := map[string]tool{}
-	for _, t := range list {
-		out[t.Function.Name] = t.Function
-	}
-	return out
+// toolNames gives the arguments of each tool: first those that it needs.
+func toolNames() map[string][2]string {
+	return map[string][2]string{"Bash": {"", "action command timeout_ms background persist stdin cwd task_id all"},
+		"Read": {"path", "offset limit"}, "Write": {"path content", ""}, "Edit": {"path old new", "all"}}
 }
 
 // arguments of all tools. A number is read as a float: some models write 5.0.
@@ -297,38 +280,34 @@ type arguments struct {
 	Background, Persist, All                      bool
 }
 
-// check reads the arguments of a call by its tool's schema: null counts as
-// absent, names that the schema lacks are given back.
-func (t tool) check(raw json.RawMessage) (a arguments, unknown []string, err error) {
+// check reads the arguments of a call: null counts as absent, and names that
+// the tool does not have are given back.
+func (a *arguments) check(tool string, raw json.RawMessage) (unknown []string, err error) {
 	var given map[string]json.RawMessage
 	if json.Unmarshal(raw, &given) != nil || given == nil {
-		return a, nil, errors.New("the arguments are no JSON object, so nothing was run; send them again as one object")
+		return nil, errors.New("the arguments are no JSON object, so nothing was run; send them again as one object")
 	}
+	needs, takes := strings.Fields(toolNames()[tool][0]), strings.Fields(toolNames()[tool][1])
 	for _, name := range slices.Sorted(maps.Keys(given)) {
-		var v any
-		json.Unmarshal(given[name], &v)
-		p, known := t.Parameters.Properties[name]
-		number, _ := v.(float64)
-		text, isText := v.(string)
-		_, isBool := v.(bool)
-		switch {
-		case v == nil:
-			delete(given, name)
-		case !known:
+		if !slices.Contains(needs, name) && !slices.Contains(takes, name) {
 			unknown = append(unknown, name)
 			delete(given, name)
-		case p.Type == "string" && !isText, p.Type == "boolean" && !isBool, p.Type == "integer" && (number < 1 || number != math.Trunc(number)):
-			return a, nil, fmt.Errorf("%s must be a %s (an integer: 1 or more)", name, p.Type)
-		case p.Enum != nil && !slices.Contains(p.Enum, text):
-			return a, nil, fmt.Errorf("%s must be one of %s", name, strings.Join(p.Enum, ", "))
+		} else if string(given[name]) == "null" {
+			delete(given, name)
 		}
 	}
-	for _, name := range t.Parameters.Required {
-		if given[name] == nil {
-			return a, nil, fmt.Errorf("%s is missing; %s needs %s", name, t.Name, strings.Join(t.Parameters.Required, ", "))
-		}
+	var odd *json.UnmarshalTypeError
+	err = json.Unmarshal(jsonOf(given), a)
+	missing := slices.IndexFunc(needs, func(name string) bool { return given[name] == nil })
+	switch {
+	case errors.As(err, &odd):
+		err = fmt.Errorf("%s must be a %s, not a %s", odd.Field, odd.Type, odd.Value)
+	case missing >= 0:
+		err = fmt.Errorf("%s is missing; %s needs %s", needs[missing], tool, strings.Join(needs, ", "))
+	case min(a.Offset, a.Limit, a.Timeout) < 0 || a.Offset+a.Limit+a.Timeout != math.Trunc(a.Offset+a.Limit+a.Timeout):
+		err = errors.New("a number must be an integer, 1 or more")
 	}
-	return a, unknown, json.Unmarshal(jsonOf(given), &a)
+	return unknown, err
 }
 
 // toolResult is what a call came to. category "" is success; else
@@ -443,7 +422,7 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 func (a *agent) ask(ctx context.Context) (*reply, error) {
 	request := &request{extra: a.extra, learned: &a.learned}
 	if a.jobs != nil {
-		request.tools, request.offered = json.RawMessage(toolSchemas), slices.Collect(maps.Keys(tools()))
+		request.tools, request.offered = json.RawMessage(toolSchemas), slices.Collect(maps.Keys(toolNames()))
 	}
 	events := sink{
 		text:      func(s string) { a.emit("content", "content", s) },
@@ -537,12 +516,11 @@ func (a *agent) call(ctx context.Context, c call) error {
 
 // dispatch checks a call and runs it. What is refused says what is valid.
 func (a *agent) dispatch(ctx context.Context, c call) (r toolResult) {
-	all := tools()
-	t, ok := all[c.name]
-	if !ok || a.jobs == nil {
-		return refused("there is no tool %q; the tools are %s", c.name, strings.Join(slices.Sorted(maps.Keys(all)), ", "))
+	var args arguments
+	if _, ok := toolNames()[c.name]; !ok || a.jobs == nil {
+		return refused("there is no tool %q; the tools are %s", c.name, strings.Join(slices.Sorted(maps.Keys(toolNames())), ", "))
 	}
-	args, unknown, err := t.check(c.args)
+	unknown, err := args.check(c.name, c.args)
 	for _, p := range []*string{&args.Path, &args.Cwd} { // none is the workspace
 		if !filepath.IsAbs(*p) {
 			*p = filepath.Join(a.workspace, *p)
@@ -573,57 +551,48 @@ func broken(err error) toolResult {
 
 // bash is the tool of that name.
 func (a *agent) bash(ctx context.Context, args arguments) (r toolResult) {
-	ms, note := cmp.Or(args.Timeout, float64(a.timeout.Milliseconds())), ""
-	if args.Action == "wait" {
-		ms = cmp.Or(args.Timeout, waitTimeout)
+	asked, note := cmp.Or(args.Timeout, map[bool]float64{true: waitTimeout}[args.Action == "wait"], float64(a.timeout.Milliseconds())), ""
+	timeout := time.Duration(min(max(asked, minTimeout), maxTimeout)) * time.Millisecond
+	if float64(timeout.Milliseconds()) != asked {
+		note = fmt.Sprintf("\n(timeout_ms %.0f was taken as %d: %d to %d are possible)", asked, timeout.Milliseconds(), minTimeout, maxTimeout)
 	}
-	if asked := ms; asked < minTimeout || asked > maxTimeout {
-		ms = min(max(asked, minTimeout), maxTimeout)
-		note = fmt.Sprintf("\n(timeout_ms %.0f was taken as %.0f: %d to %d are possible)", asked, ms, minTimeout, maxTimeout)
-	}
-	timeout := time.Duration(ms) * time.Millisecond
-	if args.Action == "wait" || args.Action == "cancel" {
-		tasks := a.jobs.list(func(j *job) bool { return j.id == args.TaskID || args.All && !j.over.Load() })
-		switch {
-		case len(tasks) == 0 && !(args.All && args.Action == "cancel"):
-			return refused("there is no task %q", args.TaskID)
-		case args.Action == "wait":
-			tasks[0].wait(ctx, timeout)
-			r = a.report(tasks[0], "")
-		default:
-			for _, j := range tasks {
-				j.cancelled.Store(true)
-			}
-			r.text = fmt.Sprintf("%d tasks ended%s", len(tasks), leftOver(end(orderEnd, tasks...)))
-		}
-		r.text += note
-		return r
-	}
-	if strings.TrimSpace(args.Command) == "" {
-		return refused("run needs a command")
-	}
-	if fi, err := os.Stat(args.Cwd); err != nil || !fi.IsDir() {
-		return refused("cwd %s is no directory", args.Cwd)
-	}
-	if args.Persist {
-		return a.service(args)
-	}
-	j, err := a.jobs.start(args.Command, args.Cwd, args.Stdin, "")
+	tasks := a.jobs.list(func(j *job) bool { return j.id == args.TaskID || args.All && !j.over.Load() })
+	fi, err := os.Stat(args.Cwd)
 	switch {
-	case err != nil:
-		return broken(err)
-	case args.Background:
-		return toolResult{text: fmt.Sprintf("started in the background as %s; it ends with this run", j.id)}
-	}
-	defer a.jobs.forget(j)
-	why := ""
-	if !j.wait(ctx, timeout) {
-		if why = fmt.Sprintf("timed out after %d ms; for long work use background:true and wait", timeout.Milliseconds()); ctx.Err() != nil {
-			why = "cancelled"
+	case !slices.Contains([]string{"", "run", "wait", "cancel"}, args.Action):
+		return refused("action must be run, wait or cancel, not %q", args.Action)
+	case args.Action == "cancel" && (len(tasks) > 0 || args.All):
+		for _, j := range tasks {
+			j.cancelled.Store(true)
 		}
-		end(orderEnd, j)
+		return toolResult{text: fmt.Sprintf("%d tasks ended%s", len(tasks), leftOver(end(orderEnd, tasks...)))}
+	case args.Action == "wait" && len(tasks) > 0:
+		tasks[0].wait(ctx, timeout)
+		r = a.report(tasks[0], "")
+	case args.Action == "wait" || args.Action == "cancel":
+		return refused("there is no task %q", args.TaskID)
+	case strings.TrimSpace(args.Command) == "":
+		return refused("run needs a command")
+	case err != nil || !fi.IsDir():
+		return refused("cwd %s is no directory", args.Cwd)
+	case args.Persist:
+		return a.service(args)
+	default:
+		j, err := a.jobs.start(args.Command, args.Cwd, args.Stdin, "")
+		if err != nil {
+			return broken(err)
+		}
+		if args.Background {
+			return toolResult{text: fmt.Sprintf("started in the background as %s; it ends with this run", j.id)}
+		}
+		why := ""
+		if !j.wait(ctx, timeout) {
+			why = cmp.Or(map[bool]string{true: "cancelled"}[ctx.Err() != nil], fmt.Sprintf("timed out after %d ms; for long work use background:true and wait", timeout.Milliseconds()))
+			end(orderEnd, j)
+		}
+		r = a.report(j, why)
+		a.jobs.forget(j)
 	}
-	r = a.report(j, why)
 	r.text += note
 	return r
 }
@@ -720,7 +689,7 @@ func runExec(ctx context.Context, cfg *config, h *host, env []string, interrupts
 	if cfg.auto {
 		var err error
 		x.jobs, err = newJobs(h, jobOptions{runID: x.id, home: cfg.home, workspace: cfg.workspace, sandbox: cfg.sandbox, network: cfg.network,
-			writable: cfg.writable, env: env, dropNames: cfg.keyNames, keepNames: cfg.envKeep})
+			writable: cfg.writable, dropNames: cfg.keyNames, keepNames: cfg.envKeep})
 		if err != nil {
 			x.printer.say("%s: %v", cfg.program, err)
 			return 1
@@ -822,9 +791,9 @@ func systemPrompt(cfg *config, t *jobs) (text string, notices []string) {
 		text += "Long work: background:true and wait. A server that shall outlive this run: background:true with persist:true; it is released only when you have answered, so probe that it is ready before you do.\n"
 	}
 	if !cfg.noProjectConfig {
-		b, notice := agentsFile(cfg.workspace)
-		if notices = append(notices, notice); len(b) > 0 {
-			text += "\nAGENTS.md of the workspace:\n" + strings.ToValidUTF8(string(b), "\uFFFD") + "\n"
+		agents, notice := agentsFile(cfg.workspace)
+		if notices = append(notices, notice); agents != "" {
+			text += "\nAGENTS.md of the workspace:\n" + agents + "\n"
 		}
 	}
 	return text + cfg.appendPrompt, notices
@@ -832,27 +801,32 @@ func systemPrompt(cfg *config, t *jobs) (text string, notices []string) {
 
 // agentsFile reads AGENTS.md. The workspace is not trusted: a link must not
 // lead out of it, and a FIFO must not hold the run.
-func agentsFile(workspace string) (b []byte, notice string) {
+func agentsFile(workspace string) (text, notice string) {
 	root, err := os.OpenRoot(workspace)
 	if err != nil {
-		return nil, ""
+		return "", ""
 	}
 	defer root.Close()
 	f, err := root.OpenFile("AGENTS.md", os.O_RDONLY|syscall.O_NONBLOCK, 0)
-	if err != nil {
-		return nil, ""
+	if errors.Is(err, os.ErrNotExist) {
+		return "", ""
 	}
-	defer f.Close()
-	if fi, statErr := f.Stat(); statErr == nil && fi.Mode().IsRegular() {
-		b, err = io.ReadAll(io.LimitReader(f, agentsMax+1))
+	b := make([]byte, agentsMax+1)
+	var fi os.FileInfo
+	n := 0
+	if err == nil {
+		defer f.Close()
+		if fi, err = f.Stat(); err == nil && fi.Mode().IsRegular() {
+			n, _ = io.ReadFull(f, b)
+		}
 	}
-	if err != nil || b == nil {
-		return nil, "AGENTS.md cannot be read, or is no regular file"
+	switch {
+	case n == 0:
+		notice = "AGENTS.md cannot be read, is empty or is no regular file of the workspace"
+	case n > agentsMax:
+		notice = fmt.Sprintf("AGENTS.md is longer than %d bytes: cut there", agentsMax)
 	}
-	if len(b) > agentsMax {
-		b, notice = b[:agentsMax], fmt.Sprintf("AGENTS.md is longer than %d bytes: cut there", agentsMax)
-	}
-	return b, notice
+	return strings.ToValidUTF8(string(b[:min(n, agentsMax)]), "\uFFFD"), notice
 }
 
 // finish decides what becomes of the services, ends the rest and writes the

@@ -54,7 +54,6 @@ const (
 	eofWait    = time.Second            // for the end of the output once the tree is gone
 	fileBound  = 30 * time.Second       // one Read, Write or Edit
 	pause      = 3 * time.Millisecond   // between two looks at a tree that is being ended
-	freezeMax  = 2 * time.Second        // one attempt to stop a whole tree
 
 	headKeep   = 6000     // bytes of a long output shown from its start
 	tailKeep   = 24000    // and from its end
@@ -63,6 +62,7 @@ const (
 	fileMax    = 64 << 20 // Read, Edit: bytes of the largest file
 	readLines  = 2000     // Read: lines at most
 	readBytes  = 50 << 10 // Read: bytes at most
+	logTail    = 2000     // bytes of a dead service's log in the error
 )
 
 var errEnding = errors.New("the run is ending")
@@ -134,60 +134,51 @@ func nobody(proc) bool { return false }
 // signalProc signals the process that was listed and no other: FindProcess
 // takes a pidfd first and the start time is compared afterwards, so a reused
 // pid is never hit. Only EPERM is an error; a process that is gone is none.
-func signalProc(p proc, sigs ...os.Signal) error {
-	h, err := os.FindProcess(p.pid)
-	if err != nil {
-		return nil
-	}
+func signalProc(p proc, sigs ...os.Signal) (err error) {
+	h, _ := os.FindProcess(p.pid) // never fails on Linux
 	defer h.Release()
-	if q, ok := readProc(p.pid); !ok || q.start != p.start || p.pid <= 1 {
-		return nil
-	}
-	for _, sig := range sigs {
-		if err := h.Signal(sig); errors.Is(err, unix.EPERM) {
-			return err
+	if q, ok := readProc(p.pid); ok && q.start == p.start && p.pid > 1 {
+		for _, sig := range sigs {
+			err = cmp.Or(err, h.Signal(sig))
 		}
 	}
-	return nil
+	if !errors.Is(err, unix.EPERM) {
+		return nil
+	}
+	return err
 }
 
-// freeze stops a whole tree: a stopped process cannot fork and keeps its pid.
-// It ends when a look finds nothing new, at most after freezeMax. Without it a
-// respawning tree of 200 outlives list-and-kill for many seconds (measured).
-func freeze(list func() []proc) {
+// endTree stops what list gives until a look finds nothing new, then kills it,
+// again and again until list gives nothing. A stopped process cannot fork and
+// keeps its pid; without that a respawning tree of 200 outlives list-and-kill
+// for many seconds (measured). It ends early when all that is left belongs to
+// others (EPERM), at the latest after endBound, and names what is left then.
+func endTree(list func() []proc) (names []string) {
 	seen := map[int]uint64{}
-	for end := time.Now().Add(freezeMax); time.Now().Before(end); {
-		fresh := false
-		for _, p := range list() {
+	for bound := time.Now().Add(endBound); ; {
+		left, fresh, denied := list(), false, 0
+		for _, p := range left {
 			if seen[p.pid] != p.start {
 				seen[p.pid], fresh = p.start, true
 				signalProc(p, unix.SIGSTOP)
 			}
 		}
-		if !fresh {
-			return
+		late := time.Now().After(bound)
+		if fresh && !late {
+			continue
 		}
-	}
-}
-
-// endTree freezes and kills what list gives until it gives nothing. It stops
-// early when all that is left belongs to others (EPERM), at the latest after
-// endBound, and names what is left then.
-func endTree(list func() []proc) (names []string) {
-	for bound := time.Now().Add(endBound); ; time.Sleep(pause) {
-		freeze(list)
-		left, denied := list(), 0
 		for _, p := range left {
 			if signalProc(p, unix.SIGKILL) != nil {
 				denied++
 			}
 		}
-		if denied == len(left) || time.Now().After(bound) {
+		if denied == len(left) || late {
 			for _, p := range left {
 				names = append(names, p.String())
 			}
 			return names
 		}
+		time.Sleep(pause)
 	}
 }
 
@@ -212,16 +203,17 @@ const (
 	orderKill  = 'K' // KILL now
 	orderAlive = 'A' // does the command itself live?
 	orderLetGo = 'R' // exit and touch nothing
+	orderEOF   = 'E' // nobody's: belay is gone
 )
 
 // note is what a keeper tells belay, one JSON object a line. Kinds: started,
-// alive, dead, exited; and as the last one failed, file, gone or released.
+// alive, exited; and as the last one failed, file, gone or released.
 type note struct {
 	Kind   string
 	Pid    int      // of started
 	Status uint32   // of exited: the wait status
 	Text   string   // of failed and file
-	OK     bool     // of file
+	OK     bool     // of file and alive
 	Strays int      // of gone: processes that the command had left behind
 	Left   []string // of gone: processes that could not be ended
 }
@@ -236,9 +228,6 @@ type keeper struct {
 	grace      <-chan time.Time // nil until the tree is ending
 	strays     int
 }
-
-// tell writes one note. An error is normal: belay may be dead.
-func (k *keeper) tell(n note) { json.NewEncoder(k.ctl).Encode(n) }
 
 // keeperMain is the whole life of a keeper; it gives the exit code. Its start
 // costs every command about 3 ms, so nothing comes before it.
@@ -258,48 +247,45 @@ func keeperMain() int {
 	if err == nil && spec.Confine != nil {
 		err = spec.Confine.apply()
 	}
+	last := note{Kind: "file", OK: true}
 	switch {
-	case err != nil:
-		k.tell(note{Kind: "failed", Text: err.Error()})
-	case spec.File != nil:
-		text, err := spec.File.do()
-		if err != nil {
-			text = err.Error()
-		}
-		k.tell(note{Kind: "file", Text: text, OK: err == nil})
-	default:
-		k.run(spec, in.Buffered())
+	case err == nil && spec.File != nil:
+		last.Text, err = spec.File.do()
+	case err == nil:
+		last, err = k.run(spec, in.Buffered())
 	}
+	if err != nil {
+		last = note{Kind: "failed", Text: err.Error()}
+	}
+	json.NewEncoder(k.ctl).Encode(last) // an error is normal: belay may be dead
 	return 0
 }
 
+// tell is a note that is not the last one.
+func (k *keeper) tell(n note) { json.NewEncoder(k.ctl).Encode(n) }
+
 // run starts the command and stays until its tree is gone or it may let go.
 // early is what the decoder of the job has read of the orders behind it.
-func (k *keeper) run(spec jobSpec, early io.Reader) {
+func (k *keeper) run(spec jobSpec, early io.Reader) (last note, err error) {
 	sys := &syscall.SysProcAttr{Setsid: true}
 	if !spec.Persist {
 		sys.Pdeathsig = unix.SIGKILL
 	}
 	// fork and execve(2) with descriptors 0, 1 and 2 only; an error such as ENOENT is the command's.
-	pid, err := syscall.ForkExec(spec.Argv[0], spec.Argv, &syscall.ProcAttr{
-		Dir: spec.Dir, Env: os.Environ(), Files: []uintptr{0, 1, 2}, Sys: sys})
-	if err != nil {
-		k.tell(note{Kind: "failed", Text: fmt.Sprintf("cannot start %s in %s: %v", spec.Argv[0], spec.Dir, err)})
-		return
+	if k.leader, err = syscall.ForkExec(spec.Argv[0], spec.Argv, &syscall.ProcAttr{Dir: spec.Dir, Env: os.Environ(), Files: []uintptr{0, 1, 2}, Sys: sys}); err != nil {
+		return last, fmt.Errorf("cannot start %s in %s: %w", spec.Argv[0], spec.Dir, err)
 	}
-	k.leader = pid
-	k.tell(note{Kind: "started", Pid: pid})
+	k.tell(note{Kind: "started", Pid: k.leader})
 	// Only now, off the command's critical path: a signal before this point kills the keeper, which is safe.
 	// They are caught and not ignored: an ignored signal stays ignored in the command (execve(2)).
 	sigs, orders := make(chan os.Signal, 16), make(chan byte, 1)
 	signal.Notify(sigs, unix.SIGCHLD, unix.SIGTERM, unix.SIGINT, unix.SIGQUIT, unix.SIGHUP)
 	// owner: keeper.run; ends when belay is gone or the keeper exits; joined by its exit
 	go func() {
-		var b [1]byte
-		for in := io.MultiReader(early, k.ctl); ; orders <- b[0] {
-			if _, err := io.ReadFull(in, b[:]); err != nil {
-				orders <- orderEnd
-				return
+		b := []byte{0}
+		for in := io.MultiReader(early, k.ctl); b[0] != orderEOF; orders <- b[0] {
+			if _, err := io.ReadFull(in, b); err != nil {
+				b[0] = orderEOF
 			}
 		}
 	}()
@@ -311,26 +297,22 @@ func (k *keeper) run(spec jobSpec, early io.Reader) {
 		select {
 		case order = <-orders:
 		case sig := <-sigs:
-			if sig != unix.SIGCHLD {
-				order = orderEnd
-			}
+			order = map[bool]byte{true: orderEnd}[sig != unix.SIGCHLD]
 		case <-k.grace:
-			k.tell(note{Kind: "gone", Strays: k.strays, Left: k.kill()})
-			return
+			return note{Kind: "gone", Strays: k.strays, Left: k.kill()}, nil
 		}
 		switch order {
-		case orderEnd:
+		case orderEnd, orderEOF:
 			k.begin()
 		case orderKill:
 			k.grace = time.After(0)
 		case orderAlive:
-			k.tell(note{Kind: map[bool]string{true: "dead", false: "alive"}[k.reap() || k.leaderDone]})
+			k.tell(note{Kind: "alive", OK: !k.reap() && !k.leaderDone})
 		case orderLetGo:
-			k.tell(note{Kind: "released"})
-			return
+			return note{Kind: "released"}, nil
 		}
 	}
-	k.tell(note{Kind: "gone", Strays: k.strays})
+	return note{Kind: "gone", Strays: k.strays}, nil
 }
 
 // reap collects every dead child. True is the proof that the tree is gone:
@@ -353,9 +335,7 @@ func (k *keeper) reap() bool {
 
 // tree lists what lives below the keeper, after reaping what does not.
 func (k *keeper) tree() []proc {
-	if k.reap() {
-		return nil
-	}
+	k.reap()
 	return below(processes(), os.Getpid(), nobody)
 }
 
@@ -375,16 +355,15 @@ func (k *keeper) begin() {
 	}
 }
 
-// kill ends the tree for certain and names what it could not end.
+// kill ends the tree for certain and names what it could not end. Once
+// everything is dead the last reap leaves no zombie: it is all the keeper's.
 func (k *keeper) kill() []string {
 	if !k.leaderDone && k.leader > 1 {
 		// kill(2) on the group while its leader is not reaped, so that the number is still its own.
 		unix.Kill(-k.leader, unix.SIGKILL)
 	}
 	left := endTree(k.tree)
-	for bound := time.Now().Add(eofWait); len(left) == 0 && !k.reap() && time.Now().Before(bound); {
-		time.Sleep(pause) // dead, but not yet ours to reap
-	}
+	k.reap()
 	return left
 }
 
@@ -412,48 +391,40 @@ type fileRequest struct {
 
 func (r *fileRequest) do() (string, error) {
 	if r.Tool == "Write" {
-		if err := os.MkdirAll(filepath.Dir(r.Path), 0o777); err != nil {
-			return "", err
-		}
-		return fmt.Sprintf("wrote %d bytes to %s", len(r.Content), r.Path), replaceFile(r.Path, []byte(r.Content))
+		err := os.MkdirAll(filepath.Dir(r.Path), 0o777)
+		return fmt.Sprintf("wrote %d bytes to %s", len(r.Content), r.Path), cmp.Or(err, replaceFile(r.Path, []byte(r.Content)))
 	}
 	b, err := readRegular(r.Path)
-	if err != nil {
-		return "", err
-	}
-	if r.Tool == "Read" {
-		return r.number(b)
-	}
 	n := bytes.Count(b, []byte(r.Old))
-	if n == 0 {
-		return "", fmt.Errorf("old occurs 0 times in %s: it must match exactly, blanks and line ends included", r.Path)
+	switch {
+	case err != nil:
+		return "", err
+	case r.Tool == "Read":
+		return r.number(b)
+	case n == 0 || n > 1 && !r.All:
+		return "", fmt.Errorf("old occurs %d times in %s: it must match exactly, blanks and line ends included, and once unless all:true", n, r.Path)
 	}
-	if n > 1 && !r.All {
-		return "", fmt.Errorf("old occurs %d times in %s: give more of its surroundings, or all:true", n, r.Path)
-	}
-	b = bytes.ReplaceAll(b, []byte(r.Old), []byte(r.New))
-	return fmt.Sprintf("replaced %d occurrences in %s", n, r.Path), replaceFile(r.Path, b)
+	return fmt.Sprintf("replaced %d occurrences in %s", n, r.Path), replaceFile(r.Path, bytes.ReplaceAll(b, []byte(r.Old), []byte(r.New)))
 }
 
 // number gives numbered lines, at most readLines and readBytes of them.
 func (r *fileRequest) number(b []byte) (string, error) {
 	lines := slices.Collect(strings.Lines(strings.ToValidUTF8(string(b), "\uFFFD")))
-	first := max(r.Offset, 1)
-	last := min(len(lines), first-1+cmp.Or(min(r.Limit, readLines), readLines))
+	n, last := max(r.Offset, 1), min(len(lines), max(r.Offset, 1)-1+cmp.Or(min(r.Limit, readLines), readLines))
 	switch {
 	case bytes.IndexByte(b, 0) >= 0:
 		return "", fmt.Errorf("%s is a binary file", r.Path)
-	case first > max(len(lines), 1):
+	case n > max(len(lines), 1):
 		return "", fmt.Errorf("%s has only %d lines", r.Path, len(lines))
 	}
 	var out []byte
-	for n := first; n <= last; n++ {
-		if out = fmt.Appendf(out, "%6d\t%s\n", n, strings.TrimRight(lines[n-1], "\r\n")); len(out) > readBytes {
-			out, last = out[:readBytes-unfinished(out[:readBytes])], n
-		}
+	for ; n <= last && len(out) <= readBytes; n++ {
+		out = fmt.Appendf(out, "%6d\t%s\n", n, strings.TrimRight(lines[n-1], "\r\n"))
 	}
-	if last < len(lines) || len(out) >= readBytes-utf8.UTFMax {
-		out = fmt.Appendf(out, "\n… cut after line %d of %d, or in it", last, len(lines))
+	if len(out) > readBytes {
+		out = fmt.Appendf(out[:readBytes-unfinished(out[:readBytes])], "\n… cut in line %d of %d", n-1, len(lines))
+	} else if n <= len(lines) {
+		out = fmt.Appendf(out, "… lines %d to %d follow", n, len(lines))
 	}
 	return string(out), nil
 }
@@ -470,14 +441,11 @@ func readRegular(path string) ([]byte, error) {
 	fi, err := f.Stat()
 	var fs unix.Statfs_t
 	// fstatfs(2) on the descriptor that is read afterwards: no race with a rename.
-	err = errors.Join(err, unix.Fstatfs(int(f.Fd()), &fs))
-	switch {
-	case err != nil:
+	if err = cmp.Or(err, unix.Fstatfs(int(f.Fd()), &fs)); err == nil && (!fi.Mode().IsRegular() || fs.Type == unix.PROC_SUPER_MAGIC || fi.Size() > fileMax) {
+		err = fmt.Errorf("%s is refused: no regular file, or in /proc, or larger than %d bytes", path, fileMax)
+	}
+	if err != nil {
 		return nil, err
-	case !fi.Mode().IsRegular() || fs.Type == unix.PROC_SUPER_MAGIC:
-		return nil, fmt.Errorf("%s is no regular file, or lies in /proc: refused", path)
-	case fi.Size() > fileMax:
-		return nil, fmt.Errorf("%s has %d bytes, at most %d can be read", path, fi.Size(), fileMax)
 	}
 	return io.ReadAll(io.LimitReader(f, fileMax))
 }
@@ -493,17 +461,16 @@ func replaceFile(path string, data []byte) error {
 	}
 	defer os.Remove(temp) // ENOENT once it was renamed
 	defer f.Close()
+	_, err = f.Write(data)
 	if old, statErr := os.Lstat(path); statErr == nil {
-		if !old.Mode().IsRegular() {
-			return fmt.Errorf("%s is no regular file (%s)", path, old.Mode().Type())
-		}
 		if owner := old.Sys().(*syscall.Stat_t); os.Geteuid() == 0 {
-			err = f.Chown(int(owner.Uid), int(owner.Gid))
+			err = cmp.Or(err, f.Chown(int(owner.Uid), int(owner.Gid)))
 		}
-		err = errors.Join(err, f.Chmod(old.Mode()))
+		if err = cmp.Or(err, f.Chmod(old.Mode())); !old.Mode().IsRegular() {
+			err = fmt.Errorf("%s is no regular file", path)
+		}
 	}
-	_, writeErr := f.Write(data)
-	if err = errors.Join(err, writeErr, f.Sync()); err == nil {
+	if err = cmp.Or(err, f.Sync()); err == nil {
 		err = os.Rename(temp, path)
 	}
 	if dir, dirErr := os.Open(filepath.Dir(path)); dirErr == nil {
@@ -550,33 +517,24 @@ func planSandbox(o jobOptions, abi int) (*confinement, error) {
 
 // lacks names what this kernel's Landlock cannot do, "" for nothing.
 func (c *confinement) lacks() string {
-	switch {
-	case c.ABI < 3:
-		return "sandbox: Landlock lacks truncate here, which is filtered instead, and scopes of signals and abstract sockets"
-	case c.ABI < 6:
-		return "sandbox: Landlock lacks scopes of signals and abstract sockets here"
-	}
-	return ""
+	missing := map[bool]string{true: "truncate, which is filtered instead, and "}[c.ABI < 3]
+	return map[bool]string{true: "sandbox: Landlock lacks " + missing + "scopes of signals and abstract sockets here"}[c.ABI < 6]
 }
 
 // gitCommon is the repository of a linked worktree, "" where there is none.
 // The workspace's own .git file may be forged, so the repository must name it
 // in return (gitrepository-layout(5)).
 func gitCommon(workspace string) string {
-	names := func(file, prefix string) string { // the absolute path in a one-line file; "" for a directory
-		b, _ := os.ReadFile(file)
-		path, ok := strings.CutPrefix(strings.TrimSpace(string(b)), prefix)
-		if !ok || path == "" {
-			return ""
+	named := func(dir, file string) string { // the path in a file of one line, "" for a directory
+		b, _ := os.ReadFile(filepath.Join(dir, file))
+		path := strings.TrimPrefix(strings.TrimSpace(string(b)), "gitdir: ")
+		if path != "" && !filepath.IsAbs(path) {
+			path = filepath.Join(dir, path)
 		}
-		if !filepath.IsAbs(path) {
-			path = filepath.Join(filepath.Dir(file), path)
-		}
-		return realPath(path)
+		return path
 	}
-	file := filepath.Join(workspace, ".git")
-	dir := names(file, "gitdir: ")
-	if dir == "" || filepath.Base(filepath.Dir(dir)) != "worktrees" || names(filepath.Join(dir, "gitdir"), "") != file {
+	dir := realPath(named(workspace, ".git"))
+	if filepath.Base(filepath.Dir(dir)) != "worktrees" || realPath(named(dir, "gitdir")) != filepath.Join(workspace, ".git") {
 		return ""
 	}
 	return filepath.Dir(filepath.Dir(dir))
@@ -597,12 +555,9 @@ func within(path, dir string) bool {
 // landlockABI is 0 where Landlock is not built in (ENOSYS), not enabled
 // (EOPNOTSUPP) or filtered by the container (EPERM).
 func landlockABI() int {
-	// landlock_create_ruleset(2) with the version flag makes nothing.
-	abi, _, e := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION)
-	if e != 0 {
-		return 0
-	}
-	return int(abi)
+	// landlock_create_ruleset(2) with the version flag makes nothing; it gives -1 for an error.
+	abi, _, _ := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION)
+	return max(0, int(abi))
 }
 
 // apply restricts the calling thread and so all that it forks from now on; any
@@ -639,12 +594,9 @@ func (c *confinement) landlock() error {
 	}
 	// landlock_create_ruleset(2): a longer attribute than the kernel knows is fine while its tail is zero.
 	rules, _, e := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, uintptr(unsafe.Pointer(&attr)), unsafe.Sizeof(attr), 0)
-	if e != 0 {
-		return os.NewSyscallError("landlock_create_ruleset", e)
-	}
 	for _, path := range c.Write {
 		f, err := os.OpenFile(path, unix.O_PATH, 0) // needs no permission on the file itself
-		if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENXIO) {
+		if e != 0 || errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENXIO) {
 			continue
 		}
 		if err != nil {
@@ -655,17 +607,22 @@ func (c *confinement) landlock() error {
 			rule.Allowed_access &= file // rights that only directories have are EINVAL on a file
 		}
 		// landlock_add_rule(2); the rule set keeps the file, not the descriptor.
-		_, _, e := unix.Syscall6(unix.SYS_LANDLOCK_ADD_RULE, rules, unix.LANDLOCK_RULE_PATH_BENEATH, uintptr(unsafe.Pointer(&rule)), 0, 0, 0)
+		_, _, e = unix.Syscall6(unix.SYS_LANDLOCK_ADD_RULE, rules, unix.LANDLOCK_RULE_PATH_BENEATH, uintptr(unsafe.Pointer(&rule)), 0, 0, 0)
 		f.Close()
-		if e != 0 {
-			return fmt.Errorf("landlock_add_rule %s: %w", path, e)
-		}
 	}
-	// landlock_restrict_self(2): E2BIG when 16 layers are in use. The descriptor closes at the exec.
-	if _, _, e := unix.Syscall(unix.SYS_LANDLOCK_RESTRICT_SELF, rules, 0, 0); e != 0 {
-		return os.NewSyscallError("landlock_restrict_self", e)
+	if e == 0 {
+		// landlock_restrict_self(2): E2BIG when 16 layers are in use. The descriptor closes at the exec.
+		_, _, e = unix.Syscall(unix.SYS_LANDLOCK_RESTRICT_SELF, rules, 0, 0)
 	}
-	return nil
+	return errno("landlock", e)
+}
+
+// errno makes an error of what a raw call gives.
+func errno(call string, e syscall.Errno) error {
+	if e == 0 {
+		return nil
+	}
+	return os.NewSyscallError(call, e)
 }
 
 // dropCapabilities leaves what package managers and compilers need as root.
@@ -675,13 +632,11 @@ func dropCapabilities() error {
 	head := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var data [2]unix.CapUserData // all kept ones are in the first word
 	// capget(2) of this thread.
-	if err := unix.Capget(&head, &data[0]); err != nil {
-		return err
-	}
+	err := unix.Capget(&head, &data[0])
 	have := data[0].Permitted & keep
 	data = [2]unix.CapUserData{{Effective: have, Permitted: have}}
 	// capset(2) of this thread; lowering is always allowed.
-	return unix.Capset(&head, &data[0])
+	return cmp.Or(err, unix.Capset(&head, &data[0]))
 }
 
 func seccompArch() uint32 {
@@ -695,48 +650,53 @@ func seccompArch() uint32 {
 // pointer, does not exist.
 func (c *confinement) filterCalls() error {
 	const (
-		load = unix.BPF_LD | unix.BPF_W | unix.BPF_ABS
-		is   = unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K
-		ret  = unix.BPF_RET | unix.BPF_K
+		load, and = unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, unix.BPF_ALU | unix.BPF_AND | unix.BPF_K
+		is, from  = unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, unix.BPF_JMP | unix.BPF_JGE | unix.BPF_K
+		ret       = unix.BPF_RET | unix.BPF_K
 
-		nosys = unix.SECCOMP_RET_ERRNO | uint32(unix.ENOSYS)
-		deny  = unix.SECCOMP_RET_ERRNO | uint32(unix.EACCES)
-		allow = unix.SECCOMP_RET_ALLOW
-
-		nr, arch, args = 0, 4, 16   // offsets in struct seccomp_data; args are 8 bytes each, low half first
-		openAMD64      = 2          // open(2), which arm64 does not have
-		x32            = 0x40000000 // and above: the x32 ABI of amd64
+		nosys, deny    = unix.SECCOMP_RET_ERRNO | uint32(unix.ENOSYS), unix.SECCOMP_RET_ERRNO | uint32(unix.EACCES)
+		nr, arch, args = 0, 4, 16      // offsets in struct seccomp_data; args are 8 bytes each, low half first
+		openAMD64, x32 = 2, 0x40000000 // open(2), which arm64 does not have; the first call of amd64's x32 ABI
 	)
-	f := []unix.SockFilter{
-		{Code: load, K: arch}, {Code: is, K: seccompArch(), Jt: 1}, {Code: ret, K: nosys},
-		{Code: load, K: nr}, {Code: unix.BPF_JMP | unix.BPF_JGE | unix.BPF_K, K: x32, Jf: 1}, {Code: ret, K: nosys},
-		{Code: is, K: unix.SYS_IO_URING_SETUP, Jf: 1}, {Code: ret, K: nosys},
+	var f []unix.SockFilter
+	op := func(code uint16, k uint32, yes, no uint8) {
+		f = append(f, unix.SockFilter{Code: code, K: k, Jt: yes, Jf: no})
 	}
+	answer := func(call, with uint32) { op(is, call, 0, 1); op(ret, with, 0, 0) }
+	op(load, arch, 0, 0)
+	op(is, seccompArch(), 1, 0)
+	op(ret, nosys, 0, 0)
+	op(load, nr, 0, 0)
+	op(from, x32, 0, 1)
+	op(ret, nosys, 0, 0)
+	answer(unix.SYS_IO_URING_SETUP, nosys)
 	if c.ABI < 3 {
-		f = append(f, unix.SockFilter{Code: is, K: unix.SYS_TRUNCATE, Jf: 1}, unix.SockFilter{Code: ret, K: deny},
-			unix.SockFilter{Code: is, K: unix.SYS_OPENAT2, Jf: 1}, unix.SockFilter{Code: ret, K: nosys})
-		opens := map[uint32]uint32{unix.SYS_OPENAT: args + 16} // call: offset of its flags
+		answer(unix.SYS_TRUNCATE, deny)
+		answer(unix.SYS_OPENAT2, nosys)
+		flags := map[uint32]uint32{unix.SYS_OPENAT: args + 16} // call: offset of its flags
 		if runtime.GOARCH == "amd64" {
-			opens[openAMD64] = args + 8
+			flags[openAMD64] = args + 8
 		}
-		for call, flags := range opens {
-			f = append(f, unix.SockFilter{Code: is, K: call, Jf: 5}, unix.SockFilter{Code: load, K: flags},
-				unix.SockFilter{Code: unix.BPF_ALU | unix.BPF_AND | unix.BPF_K, K: unix.O_ACCMODE | unix.O_TRUNC},
-				unix.SockFilter{Code: is, K: unix.O_TRUNC, Jf: 1}, unix.SockFilter{Code: ret, K: deny}, unix.SockFilter{Code: ret, K: allow})
+		for call, offset := range flags {
+			op(is, call, 0, 5)
+			op(load, offset, 0, 0)
+			op(and, unix.O_ACCMODE|unix.O_TRUNC, 0, 0)
+			answer(unix.O_TRUNC, deny)
+			op(ret, unix.SECCOMP_RET_ALLOW, 0, 0)
 		}
 	}
 	if !c.Network {
-		f = append(f, unix.SockFilter{Code: is, K: unix.SYS_SOCKET, Jf: 4}, unix.SockFilter{Code: load, K: args},
-			unix.SockFilter{Code: is, K: unix.AF_UNIX, Jt: 2}, unix.SockFilter{Code: is, K: unix.AF_NETLINK, Jt: 1},
-			unix.SockFilter{Code: ret, K: deny})
+		op(is, unix.SYS_SOCKET, 0, 4)
+		op(load, args, 0, 0)
+		op(is, unix.AF_UNIX, 2, 0)
+		op(is, unix.AF_NETLINK, 1, 0)
+		op(ret, deny, 0, 0)
 	}
-	f = append(f, unix.SockFilter{Code: ret, K: allow})
+	op(ret, unix.SECCOMP_RET_ALLOW, 0, 0)
 	prog := unix.SockFprog{Len: uint16(len(f)), Filter: &f[0]}
 	// seccomp(2) on this thread; EINVAL would be a bug in the filter.
-	if _, _, e := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, 0, uintptr(unsafe.Pointer(&prog))); e != 0 {
-		return os.NewSyscallError("seccomp", e)
-	}
-	return nil
+	_, _, e := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, 0, uintptr(unsafe.Pointer(&prog)))
+	return errno("seccomp", e)
 }
 
 // host is belay as the ancestor of all keepers: one in a process.
@@ -836,7 +796,6 @@ type jobOptions struct {
 	runID, home, workspace, sandbox string // home "": nothing is recorded
 	network                         bool
 	writable                        []string
-	env                             []string // the caller's
 	dropNames, keepNames            []string // names that children never see; names that the scrub keeps
 }
 
@@ -881,23 +840,19 @@ func newJobs(h *host, o jobOptions) (*jobs, error) {
 	if err != nil {
 		return nil, err
 	}
-	t := &jobs{host: h, opts: o, confine: confine, scratch: makeScratch(lookup(o.env, "TMPDIR"))}
-	t.env = append(scrub(o.env, o.dropNames, o.keepNames), "BELAY_RUN="+o.runID)
+	t := &jobs{host: h, opts: o, confine: confine, scratch: makeScratch(), env: append(scrub(o.dropNames, o.keepNames), "BELAY_RUN="+o.runID)}
 	if confine != nil && t.scratch != nil {
 		confine.Write = append(confine.Write, t.scratch.Name())
-		t.env = append(t.env, t.redirects(t.scratch.Name())...)
+		t.env = append(t.env, confine.redirects(t.scratch.Name())...)
 	}
 	return t, nil
 }
 
 // makeScratch makes and locks a directory in the first place that can be
-// written, and removes what dead runs left there: a directory is in use while
-// its flock is held.
-func makeScratch(tmp string) *os.File {
-	for _, parent := range []string{tmp, "/tmp", "/dev/shm"} {
-		if !filepath.IsAbs(parent) {
-			continue
-		}
+// written, nil where there is none, and removes what dead runs left there: a
+// directory is in use while its flock is held.
+func makeScratch() *os.File {
+	for _, parent := range []string{os.Getenv("TMPDIR"), "/tmp", "/dev/shm"} {
 		old, _ := filepath.Glob(filepath.Join(parent, "belay-????????"))
 		for _, path := range old {
 			if d := lockDir(path); d != nil {
@@ -906,7 +861,7 @@ func makeScratch(tmp string) *os.File {
 			}
 		}
 		path := filepath.Join(parent, "belay-"+randomHex())
-		if os.Mkdir(path, 0o700) == nil {
+		if filepath.IsAbs(parent) && os.Mkdir(path, 0o700) == nil {
 			if d := lockDir(path); d != nil { // nil: another run that starts now took it for a leftover
 				return d
 			}
@@ -915,29 +870,29 @@ func makeScratch(tmp string) *os.File {
 	return nil
 }
 
-// lockDir locks a directory of ours, nil when it is none or in use.
+// lockDir locks a directory, nil when it is none, in use, another user's or
+// removed meanwhile.
 func lockDir(path string) *os.File {
 	d, err := os.OpenFile(path, unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
 	if err != nil {
 		return nil
 	}
-	fi, err := d.Stat()
-	if err == nil && int(fi.Sys().(*syscall.Stat_t).Uid) == os.Geteuid() {
-		// flock(2) ends with the process whatever kills it; EWOULDBLOCK: in use.
-		err = unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if now, statErr := os.Lstat(path); err == nil && statErr == nil && os.SameFile(fi, now) {
-			return d
-		}
+	// flock(2) ends with the process whatever kills it; EWOULDBLOCK: in use.
+	if err = unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB); err == nil {
+		_, err = os.Lstat(path)
 	}
-	d.Close()
-	return nil
+	if err != nil {
+		d.Close()
+		return nil
+	}
+	return d
 }
 
 // scrub gives the environment without what looks like a secret and without
 // belay's own names.
-func scrub(env, drop, keep []string) []string {
+func scrub(drop, keep []string) []string {
 	suffixes := []string{"KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS", "_PASS", "_PWD", "_PAT", "_JWT", "_AUTH", "_AUTH_CONFIG"}
-	return slices.DeleteFunc(slices.Clone(env), func(kv string) bool {
+	return slices.DeleteFunc(os.Environ(), func(kv string) bool {
 		name, _, _ := strings.Cut(kv, "=")
 		secret := slices.ContainsFunc(suffixes, func(s string) bool { return strings.HasSuffix(strings.ToUpper(name), s) })
 		return slices.Contains(drop, name) || secret && !slices.Contains(keep, name)
@@ -946,33 +901,19 @@ func scrub(env, drop, keep []string) []string {
 
 // redirects points caches and git's own configuration into scratch where the
 // sandbox forbids the real ones.
-func (t *jobs) redirects(dir string) (env []string) {
-	home := lookup(t.env, "HOME")
+func (c *confinement) redirects(scratch string) (env []string) {
+	home := os.Getenv("HOME")
 	for name, real := range map[string]string{"XDG_CACHE_HOME": home + "/.cache", "GOCACHE": home + "/.cache/go-build", "npm_config_cache": home + "/.npm"} {
-		if set := lookup(t.env, name); set != "" {
-			real = set
-		}
-		if !slices.ContainsFunc(t.confine.Write, func(w string) bool { return within(realPath(real), realPath(w)) }) {
-			env = append(env, name+"="+dir+"/cache/"+name)
+		real = realPath(cmp.Or(os.Getenv(name), real))
+		if !slices.ContainsFunc(c.Write, func(w string) bool { return within(real, realPath(w)) }) {
+			env = append(env, name+"="+scratch+"/cache/"+name)
 		}
 	}
-	text := fmt.Sprintf("[include]\n\tpath = %q\n\tpath = %q\n", home+"/.config/git/config", home+"/.gitconfig")
-	if set := lookup(t.env, "GIT_CONFIG_GLOBAL"); set != "" {
-		text = fmt.Sprintf("[include]\n\tpath = %q\n", set)
-	}
-	if os.WriteFile(dir+"/gitconfig", []byte(text), 0o600) == nil {
-		env = append(env, "GIT_CONFIG_GLOBAL="+dir+"/gitconfig")
+	text := fmt.Sprintf("[include]\n\tpath = %q\n\tpath = %q\n", home+"/.config/git/config", cmp.Or(os.Getenv("GIT_CONFIG_GLOBAL"), home+"/.gitconfig"))
+	if os.WriteFile(scratch+"/gitconfig", []byte(text), 0o600) == nil {
+		env = append(env, "GIT_CONFIG_GLOBAL="+scratch+"/gitconfig")
 	}
 	return env
-}
-
-func lookup(env []string, name string) (value string) {
-	for _, kv := range env {
-		if v, ok := strings.CutPrefix(kv, name+"="); ok {
-			value = v
-		}
-	}
-	return value
 }
 
 func randomHex() string {
@@ -987,7 +928,7 @@ func (t *jobs) start(command, dir string, stdin *string, log string) (*job, erro
 	if len(command) > commandMax {
 		return nil, fmt.Errorf("the command has %d bytes, at most %d are possible: write it to a file and run that", len(command), commandMax)
 	}
-	shell := lookup(t.env, "SHELL")
+	shell := os.Getenv("SHELL")
 	if base := filepath.Base(shell); base != "bash" && base != "zsh" || exec.Command(shell).Err != nil || !filepath.IsAbs(shell) {
 		shell = "/bin/sh"
 	}
@@ -997,21 +938,20 @@ func (t *jobs) start(command, dir string, stdin *string, log string) (*job, erro
 		j.cmd.Stdin = strings.NewReader(*stdin)
 	}
 	if log != "" {
-		if id, ok := strings.CutSuffix(filepath.Base(log), ".log"); ok {
-			j.id = id // the log is named by its task
-		}
 		f, err := os.OpenFile(log, os.O_WRONLY|os.O_APPEND, 0)
 		if err != nil {
-			return nil, fmt.Errorf("cannot open the service's log: %w", err)
+			return nil, err
 		}
 		defer f.Close()
 		j.cmd.Stdout, j.cmd.Stderr = f, f
+		if id, ok := strings.CutSuffix(filepath.Base(log), ".log"); ok {
+			j.id = id // the log is named by its task
+		}
 	} else if t.scratch != nil {
 		j.cmd.Env = append(slices.Clone(t.env), "TMPDIR="+t.scratch.Name())
 		j.out.file, _ = os.OpenFile(filepath.Join(t.scratch.Name(), j.id+".out"), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	}
-	err := t.launch(j, jobSpec{Argv: []string{shell, "-c", command}, Dir: dir, Persist: log != "", Confine: t.confine})
-	if err != nil {
+	if err := t.launch(j, jobSpec{Argv: []string{shell, "-c", command}, Dir: dir, Persist: log != "", Confine: t.confine}); err != nil {
 		return nil, err
 	}
 	if <-j.ready; j.pid == 0 {
@@ -1068,8 +1008,8 @@ func (j *job) follow(h *host, spec jobSpec) {
 			close(j.ready)
 		case "exited":
 			j.status = syscall.WaitStatus(n.Status)
-		case "alive", "dead":
-			j.alive <- n.Kind == "alive"
+		case "alive":
+			j.alive <- n.OK
 		default:
 			j.last = n
 		}
@@ -1245,10 +1185,7 @@ func (o *output) take(running bool) (text string, omitted int) {
 // unfinished counts the bytes of an unfinished character at the end of b.
 func unfinished(b []byte) int {
 	for n := 1; n < utf8.UTFMax && n <= len(b); n++ {
-		if last := b[len(b)-n:]; utf8.RuneStart(last[0]) {
-			if utf8.FullRune(last) {
-				return 0
-			}
+		if last := b[len(b)-n:]; utf8.RuneStart(last[0]) && !utf8.FullRune(last) {
 			return n
 		}
 	}
@@ -1282,53 +1219,51 @@ func pidNS() string {
 
 // serviceLog makes the log of a new service: the null device and a reason
 // where the home cannot be written.
-func (t *jobs) serviceLog() (path string, why error) {
-	dir := filepath.Join(t.opts.home, "services")
-	path = filepath.Join(dir, "shell_"+randomHex()+".log")
-	err := errors.New("HOME is not set")
-	if t.opts.home != "" {
-		if err = os.MkdirAll(dir, 0o700); err == nil {
-			err = os.WriteFile(path, nil, 0o600)
-		}
+func (t *jobs) serviceLog() (string, error) {
+	if t.opts.home == "" {
+		return os.DevNull, errors.New("HOME is not set")
 	}
-	if err != nil {
+	path := filepath.Join(t.opts.home, "services", "shell_"+randomHex()+".log")
+	if err := cmp.Or(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, nil, 0o600)); err != nil {
 		return os.DevNull, err
 	}
 	return path, nil
 }
 
 // confirm has the keeper say that its service lives. The error ends with the
-// last 2,000 bytes of its log.
+// last lines of its log.
 func (t *jobs) confirm(j *job) (receipt, error) {
-	p, ok := readProc(j.pid)
+	p, _ := readProc(j.pid)
 	j.order(orderAlive)
-	alive := false
 	select {
-	case alive = <-j.alive:
+	case alive := <-j.alive:
+		if alive {
+			return receipt{TaskID: j.id, PID: j.pid, PGID: j.pid, StartTime: p.start, BootID: bootID(), PIDNS: pidNS(),
+				Command: j.command, Workspace: t.opts.workspace, Log: j.log, At: time.Now().UTC().Format(time.RFC3339)}, nil
+		}
 	case <-j.gone:
 	case <-time.After(time.Second):
 	}
-	if !alive || !ok {
-		b, _ := os.ReadFile(j.log)
-		b = b[max(0, len(b)-2000):]
-		return receipt{}, fmt.Errorf("service %s (pid %d) had exited before the run was complete; the end of its log:\n%s", j.id, j.pid, strings.ToValidUTF8(string(b), "\uFFFD"))
+	b := make([]byte, logTail)
+	if f, err := os.Open(j.log); err == nil {
+		f.Seek(-logTail, io.SeekEnd) // an error means that it is shorter
+		n, _ := io.ReadFull(f, b)
+		b = b[:n]
+		f.Close()
 	}
-	return receipt{TaskID: j.id, PID: j.pid, PGID: j.pid, StartTime: p.start, BootID: bootID(), PIDNS: pidNS(),
-		Command: j.command, Workspace: t.opts.workspace, Log: j.log, At: time.Now().UTC().Format(time.RFC3339)}, nil
+	return receipt{}, fmt.Errorf("service %s (pid %d) had exited before the run was complete; the end of its log:\n%s", j.id, j.pid, strings.ToValidUTF8(string(b), "\uFFFD"))
 }
 
-// recordRelease appends receipts to the list of a home, if there are both, and syncs it.
+// recordRelease appends receipts to the list of a home, if there are both, and
+// syncs it.
 func recordRelease(home string, receipts []receipt) error {
-	if home == "" || len(receipts) == 0 {
-		return nil
-	}
 	var b []byte
 	for _, r := range receipts {
-		line, err := json.Marshal(r)
-		if err != nil {
-			return err
-		}
+		line, _ := json.Marshal(r) // strings and numbers always encode
 		b = append(append(b, line...), '\n')
+	}
+	if home == "" || b == nil {
+		return nil
 	}
 	f, err := os.OpenFile(filepath.Join(home, "services", "released.jsonl"), os.O_WRONLY|os.O_CREATE|os.O_APPEND|unix.O_NOFOLLOW, 0o600)
 	if err != nil {
@@ -1336,7 +1271,7 @@ func recordRelease(home string, receipts []receipt) error {
 	}
 	defer f.Close()
 	_, err = f.Write(b)
-	return errors.Join(err, f.Sync())
+	return cmp.Or(err, f.Sync())
 }
 
 // letGo has the keepers exit without touching their services. A keeper that
