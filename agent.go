@@ -681,7 +681,7 @@ type execution struct {
 
 // runExec runs one task and gives the exit code. Whatever happens, everything
 // passes the same end: kill, reap, then write. interrupts: outermost first.
-func runExec(ctx context.Context, cfg *config, h *host, env []string, interrupts []interrupt, transport http.RoundTripper, record io.Writer, stdout, stderr *os.File) int {
+func runExec(ctx context.Context, cfg *config, h *host, interrupts []interrupt, transport http.RoundTripper, record io.Writer, stdout, stderr *os.File) int {
 	x := &execution{cfg: cfg, host: h, interrupts: interrupts, stdout: stdout, id: randomHex() + randomHex(), began: time.Now()}
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
@@ -845,8 +845,8 @@ func (x *execution) finish(ctx context.Context, answer string, err error) int {
 	var stopped []*job
 	if x.jobs != nil {
 		stopped = x.jobs.list((*job).pending)
-		if left := x.jobs.endAll(orderEnd, func(*job) bool { return true }); len(left) > 0 {
-			err = fmt.Errorf("%w%s", err, leftOver(left))
+		if left := leftOver(x.jobs.endAll(orderEnd, func(*job) bool { return true })); left != "" {
+			err = fmt.Errorf("%w%s", err, left)
 		}
 	}
 	e := endingOf(err)
@@ -859,23 +859,24 @@ func (x *execution) finish(ctx context.Context, answer string, err error) int {
 	return e.code
 }
 
-// release is the end of a run whose answer is complete. Any error aborts it:
-// then nothing is released.
+// release is the end of a run whose answer is complete: end the other jobs,
+// see that each service lives, record and print the receipts, and only then let
+// the services go. Any error aborts it, and nothing is released.
 func (x *execution) release(ctx context.Context, answer string) (err error) {
-	if x.jobs == nil {
-		return x.printer.write(ctx, x.closing(endingOf(nil), answer, nil))
+	var services []*job
+	var list []receipt
+	if x.jobs != nil {
+		if left := leftOver(x.jobs.endAll(orderEnd, func(j *job) bool { return !j.pending() })); left != "" {
+			return errors.New("the answer is complete, but processes" + left)
+		}
+		services = x.jobs.list((*job).pending)
+		slices.SortFunc(services, func(a, b *job) int { return strings.Compare(a.id, b.id) })
 	}
-	if left := x.jobs.endAll(orderEnd, func(j *job) bool { return !j.pending() }); len(left) > 0 {
-		return errors.New("the answer is complete, but processes" + leftOver(left))
-	}
-	services := x.jobs.list((*job).pending)
-	slices.SortFunc(services, func(a, b *job) int { return strings.Compare(a.id, b.id) })
 	if len(services) > 0 {
 		var stop context.CancelFunc
 		ctx, stop = context.WithTimeoutCause(ctx, releaseBound, errors.New("stdout did not take the receipts in time"))
 		defer stop()
 	}
-	var list []receipt
 	for _, j := range services {
 		r, err := x.jobs.confirm(j)
 		if err != nil {
@@ -886,41 +887,37 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 	if err := recordRelease(x.cfg.home, list); err != nil {
 		x.printer.emit(ctx, "notice", "message", fmt.Sprintf("the release is not recorded in %s: %v", x.cfg.home, err))
 	}
-	if err = x.print(ctx, answer, list); err == nil {
-		x.jobs.letGo(services)
+	// In stream-json all goes out in one write(2), whole or not at all, and from the moment that it is sure to
+	// happen signals are held; else signals count until the last byte.
+	lines, write := x.closing(endingOf(nil), answer, list), ctx
+	if x.cfg.format == "stream-json" && list != nil && len(lines) <= atomicWrite && takesOneWrite(int(x.stdout.Fd()), releaseBound) {
+		x.host.hold(true)
+		write = context.Background()
+	}
+	if err = context.Cause(ctx); err == nil {
+		err = x.printer.write(write, lines)
+	}
+	if x.host.hold(err == nil && list != nil); err == nil {
+		x.letGo(ctx, services, list)
 		return nil
 	}
 	for i := range list {
 		list[i].Withdrawn = true
 	}
-	recordRelease(x.cfg.home, list) // an error: the pid is not running, which services shows
+	recordRelease(x.cfg.home, list) // after an error the pid is not running, which services shows
 	return err
 }
 
-// print writes the receipts and the last lines. In stream-json they go out in
-// one write(2), whole or not at all, and from the moment that it is sure to
-// happen signals are held; else signals count until the last byte.
-func (x *execution) print(ctx context.Context, answer string, list []receipt) error {
-	lines := x.closing(endingOf(nil), answer, list)
-	if x.cfg.format == "stream-json" && len(list) > 0 && len(lines) <= atomicWrite {
-		if !takesOneWrite(int(x.stdout.Fd()), releaseBound) {
-			return errors.New("stdout did not take the receipts in time")
-		}
-		x.host.hold(true)
-		if err := context.Cause(ctx); err != nil {
-			x.host.hold(false)
-			return err
-		}
-		ctx = context.Background()
-	}
-	err := x.printer.write(ctx, lines)
+// letGo releases the services. The receipts of the text format go to stderr.
+func (x *execution) letGo(ctx context.Context, services []*job, list []receipt) {
 	for _, r := range list {
-		if x.cfg.format == "text" && err == nil {
+		if x.cfg.format == "text" {
 			x.printer.emit(ctx, "service_released", r.fields()...)
 		}
 	}
-	x.host.hold(err == nil && len(list) > 0)
-	return err
+	for _, j := range services {
+		j.letGo()
+	}
 }
 
 func (r receipt) fields() []any {

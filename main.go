@@ -117,9 +117,9 @@ func run(args, env []string, stdin, stdout, stderr *os.File) int {
 	case "services":
 		return services(cfg, stdout, stderr)
 	case "exec":
-		return guarded(cfg, env, stdin, stdout, stderr)
+		return guarded(cfg, stdin, stdout, stderr)
 	case "demo":
-		return demo(*cfg, env, stdin, stdout, stderr)
+		return demo(*cfg, stdin, stdout, stderr)
 	default:
 		fmt.Fprintf(stderr, "%s: the command %s is not part of this version\n", program, cfg.command)
 		return 2
@@ -138,14 +138,14 @@ func version() string {
 
 // demo runs the recording in a workspace of its own, which stays for the
 // service that the recorded model starts.
-func demo(cfg config, env []string, stdin, stdout, stderr *os.File) int {
+func demo(cfg config, stdin, stdout, stderr *os.File) int {
 	dir, err := os.MkdirTemp("", "belay-demo-")
 	if err != nil {
 		fmt.Fprintf(stderr, "%s: cannot make a workspace for the demo: %v\n", cfg.program, err)
 		return 1
 	}
 	cfg.workspace, cfg.prompt = dir, "Start the service and check that it is ready."
-	code := guarded(&cfg, env, stdin, stdout, stderr)
+	code := guarded(&cfg, stdin, stdout, stderr)
 	if code == 0 {
 		fmt.Fprintf(stderr, "%[1]s: see what was released with: %[1]s services; end it with: %[1]s services stop TASK\n", cfg.program)
 	}
@@ -153,7 +153,7 @@ func demo(cfg config, env []string, stdin, stdout, stderr *os.File) int {
 }
 
 // guarded runs exec with signals armed before anything is started.
-func guarded(cfg *config, env []string, stdin, stdout, stderr *os.File) int {
+func guarded(cfg *config, stdin, stdout, stderr *os.File) int {
 	var interrupts []interrupt
 	ctx := context.Background()
 	for _, sig := range []syscall.Signal{syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM} {
@@ -174,33 +174,27 @@ func guarded(cfg *config, env []string, stdin, stdout, stderr *os.File) int {
 		fmt.Fprintf(stderr, "%s: %v\n", cfg.program, err)
 		return 2
 	}
-	done := make(chan int, 1)
+	code, done := 0, make(chan int, 1)
 	// owner: guarded; ends when the run has passed its teardown; joined by done, but for a second signal
-	go func() { done <- runExec(ctx, cfg, h, env, interrupts, transport, record, stdout, stderr) }()
-	select {
-	case code := <-done:
-		return code
-	case <-ctx.Done():
-	}
-	select {
-	case code := <-done:
-		return code
-	case <-time.After(sameSignal):
-	}
-	second := make(chan os.Signal, 1)
-	for _, i := range interrupts {
-		signal.Notify(second, i.sig)
-	}
-	select {
-	case code := <-done:
-		return code
-	case sig := <-second:
-		h.killAll()
+	go func() { done <- runExec(ctx, cfg, h, interrupts, transport, record, stdout, stderr) }()
+	first, second := ctx.Done(), make(chan os.Signal, 1)
+	var arm, leave <-chan time.Time
+	for {
 		select {
-		case <-done:
-		case <-time.After(killWait):
+		case code := <-done:
+			return code
+		case <-first:
+			first, arm = nil, time.After(sameSignal)
+		case <-arm: // a second set beside the first, which stays
+			for _, i := range interrupts {
+				signal.Notify(second, i.sig)
+			}
+		case sig := <-second:
+			h.killAll()
+			code, leave = 128+int(sig.(syscall.Signal)), time.After(killWait)
+		case <-leave:
+			return code
 		}
-		return 128 + int(sig.(syscall.Signal))
 	}
 }
 
@@ -231,40 +225,38 @@ func source(cfg *config, stdin io.Reader) (transport http.RoundTripper, record i
 // is gone, 1 when its pid belongs to somebody else or it cannot be ended.
 func services(cfg *config, stdout, stderr io.Writer) int {
 	list, err := receipts(cfg.home)
-	if err != nil {
-		fmt.Fprintf(stderr, "%s: cannot read the released services: %v\n", cfg.program, err)
-		return 1
-	}
-	if len(cfg.args) == 0 {
-		for _, r := range list {
-			if cfg.jsonOut {
-				fmt.Fprintf(stdout, "%s\n", jsonOf(struct {
-					receipt
-					State string `json:"state"`
-				}{r, r.state()}))
-			} else {
-				fmt.Fprintf(stdout, "%s  %-10s  pid %d  %s  %s\n", r.TaskID, r.state(), r.PID, r.At, oneLine(r.Command))
+	found := ""
+	for _, r := range list {
+		state := r.state()
+		switch {
+		case len(cfg.args) == 0 && cfg.jsonOut:
+			fmt.Fprintf(stdout, "%s\n", jsonOf(struct {
+				receipt
+				State string `json:"state"`
+			}{r, state}))
+		case len(cfg.args) == 0:
+			fmt.Fprintf(stdout, "%s  %-10s  pid %d  %s  %s\n", r.TaskID, state, r.PID, r.At, oneLine(r.Command))
+		case r.TaskID != cfg.args[1]:
+		case state == "running":
+			found = "ended"
+			if left := leftOver(r.stop()); left != "" {
+				err = errors.New(r.TaskID + left)
 			}
+		case state == "gone":
+			found = "gone already"
+		default:
+			err = fmt.Errorf("%s is not touched, its state is %q", r.TaskID, state)
 		}
-		return 0
 	}
-	i := slices.IndexFunc(list, func(r receipt) bool { return r.TaskID == cfg.args[1] })
-	if i < 0 {
-		fmt.Fprintf(stderr, "%s: no released service %q; belay services lists them\n", cfg.program, cfg.args[1])
+	if len(cfg.args) > 0 && found == "" && err == nil {
+		err = fmt.Errorf("no released service %q; belay services lists them", cfg.args[1])
+	}
+	if err != nil {
+		fmt.Fprintf(stderr, "%s: %v\n", cfg.program, err)
 		return 1
 	}
-	switch state := list[i].state(); state {
-	case "running":
-		if left := list[i].stop(); len(left) > 0 {
-			fmt.Fprintf(stderr, "%s: %s%s\n", cfg.program, cfg.args[1], leftOver(left))
-			return 1
-		}
-		fmt.Fprintf(stdout, "%s ended\n", cfg.args[1])
-	case "gone":
-		fmt.Fprintf(stdout, "%s is gone already\n", cfg.args[1])
-	default:
-		fmt.Fprintf(stderr, "%s: %s is not touched: its state is %q\n", cfg.program, cfg.args[1], state)
-		return 1
+	if found != "" {
+		fmt.Fprintf(stdout, "%s: %s\n", cfg.args[1], found)
 	}
 	return 0
 }

@@ -1274,16 +1274,13 @@ func recordRelease(home string, receipts []receipt) error {
 	return cmp.Or(err, f.Sync())
 }
 
-// letGo has the keepers exit without touching their services. A keeper that
-// does not confirm is killed, which lets go as well: a service has no
-// Pdeathsig. From here on belay signals none of them.
-func (t *jobs) letGo(services []*job) {
-	t.host.hold(true)
-	for _, j := range services {
-		j.order(orderLetGo)
-		if !j.wait(context.Background(), time.Second) {
-			j.cmd.Process.Kill()
-		}
+// letGo has the keeper exit without touching its service. One that does not
+// confirm is killed, which lets go as well: a service has no Pdeathsig. The host
+// is held by then, so that belay signals none of them any more.
+func (j *job) letGo() {
+	j.order(orderLetGo)
+	if !j.wait(context.Background(), time.Second) {
+		j.cmd.Process.Kill()
 	}
 }
 
