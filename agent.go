@@ -578,7 +578,7 @@ func (a *agent) bash(ctx context.Context, args arguments) (r toolResult) {
 	case args.Persist:
 		return a.service(args)
 	default:
-		j, err := a.jobs.start(args.Command, args.Cwd, args.Stdin, "")
+		j, err := a.jobs.start(args.Command, args.Cwd, args.Stdin, nil)
 		if err != nil {
 			return broken(err)
 		}
@@ -609,13 +609,16 @@ func (a *agent) service(args arguments) toolResult {
 	}
 	log, why := a.jobs.serviceLog()
 	if why != nil {
-		a.emit("notice", "message", fmt.Sprintf("the service's output goes to %s and no record is kept: %v", log, why))
+		a.emit("notice", "message", fmt.Sprintf("the service's output goes to %s and no record is kept: %v", os.DevNull, why))
+	}
+	if log == nil { // not even the null device
+		return broken(why)
 	}
 	j, err := a.jobs.start(args.Command, args.Cwd, nil, log)
 	if err != nil {
 		return broken(err)
 	}
-	return toolResult{text: fmt.Sprintf("started as %s (pid %d), log %s. It is pending: it is released when this run completes and ended if the run fails. Probe that it is ready before you answer.", j.id, j.pid, log)}
+	return toolResult{text: fmt.Sprintf("started as %s (pid %d), log %s. It is pending: it is released when this run completes and ended if the run fails. Probe that it is ready before you answer.", j.id, j.pid, j.log)}
 }
 
 // report gives the new output of a job and what became of it. ended says why
@@ -658,11 +661,11 @@ func (a *agent) report(j *job, ended string) toolResult {
 	return r
 }
 
-func leftOver(left []string) string {
-	if len(left) == 0 {
+func leftOver(left string) string {
+	if left == "" {
 		return ""
 	}
-	return "\ncould not be ended: " + strings.Join(left, ", ")
+	return "\ncould not be ended: " + left
 }
 
 // execution is one run of exec.

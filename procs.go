@@ -44,25 +44,19 @@ import (
 // Order: the process list and how trees end · the keeper · its file tools ·
 // its sandbox · belay's side: host, jobs, output · persistent services.
 
+// Times and sizes: what takes longer is reported as left, what is larger is cut.
 const (
-	keeperName = "cmd-keeper"           // argv[0] and comm of a keeper: kill by name must not hit belay and all keepers at once
-	ctlFD      = 3                      // the keeper's end of the socketpair
-	grace      = 500 * time.Millisecond // between TERM and KILL
-	stopGrace  = 5 * time.Second        // the same for a released service
-	endBound   = 10 * time.Second       // a tree that lives longer than this is reported as left
-	wedged     = grace + time.Second    // a keeper that has not ended its tree by then is killed itself
-	eofWait    = time.Second            // for the end of the output once the tree is gone
-	fileBound  = 30 * time.Second       // one Read, Write or Edit
-	pause      = 3 * time.Millisecond   // between two looks at a tree that is being ended
+	keeperName, ctlFD = "cmd-keeper", 3                         // argv[0] and comm: kill by name must not hit belay and all keepers at once; the socketpair's end
+	grace, stopGrace  = 500 * time.Millisecond, 5 * time.Second // between TERM and KILL, of a command and of a released service
+	wedged, endBound  = grace + time.Second, 10 * time.Second   // until a keeper that ends its tree is killed itself; until a tree is given up
+	eofWait, pause    = time.Second, 3 * time.Millisecond       // for the end of the output once the tree is gone; between two looks at a tree
+	fileBound         = 30 * time.Second                        // one Read, Write or Edit
 
-	headKeep   = 6000     // bytes of a long output shown from its start
-	tailKeep   = 24000    // and from its end
-	spillMax   = 64 << 20 // bytes of one output kept in the scratch directory
-	commandMax = 131071   // bytes of one argument: MAX_ARG_STRLEN less the NUL, execve(2)
-	fileMax    = 64 << 20 // Read, Edit: bytes of the largest file
-	readLines  = 2000     // Read: lines at most
-	readBytes  = 50 << 10 // Read: bytes at most
-	logTail    = 2000     // bytes of a dead service's log in the error
+	headKeep, tailKeep   = 6000, 24000        // bytes of a long output shown from its start and from its end
+	spillMax, fileMax    = 64 << 20, 64 << 20 // bytes of one output kept in the scratch directory; of a file for Read and Edit
+	readLines, readBytes = 2000, 50 << 10     // one Read
+	commandMax           = 131071             // bytes of one argument: MAX_ARG_STRLEN less the NUL, execve(2)
+	logTail              = 2000               // bytes of a dead service's log in the error
 )
 
 var errEnding = errors.New("the run is ending")
@@ -152,33 +146,29 @@ func signalProc(p proc, sigs ...os.Signal) (err error) {
 // again and again until list gives nothing. A stopped process cannot fork and
 // keeps its pid; without that a respawning tree of 200 outlives list-and-kill
 // for many seconds (measured). It ends early when all that is left belongs to
-// others (EPERM), at the latest after endBound, and names what is left then.
-func endTree(list func() []proc) (names []string) {
+// others (EPERM), at the latest after endBound, and names what is left then, ""
+// for nothing.
+func endTree(list func() []proc) string {
 	seen := map[int]uint64{}
-	for bound := time.Now().Add(endBound); ; {
-		left, fresh, denied := list(), false, 0
-		for _, p := range left {
-			if seen[p.pid] != p.start {
-				seen[p.pid], fresh = p.start, true
-				signalProc(p, unix.SIGSTOP)
+	for bound := time.Now().Add(endBound); ; time.Sleep(pause) {
+		left, fresh, denied := list(), true, 0
+		for ; fresh && time.Now().Before(bound); left = list() {
+			fresh = false
+			for _, p := range left {
+				if seen[p.pid] != p.start {
+					seen[p.pid], fresh = p.start, true
+					signalProc(p, unix.SIGSTOP)
+				}
 			}
-		}
-		late := time.Now().After(bound)
-		if fresh && !late {
-			continue
 		}
 		for _, p := range left {
 			if signalProc(p, unix.SIGKILL) != nil {
 				denied++
 			}
 		}
-		if denied == len(left) || late {
-			for _, p := range left {
-				names = append(names, p.String())
-			}
-			return names
+		if denied == len(left) || time.Now().After(bound) {
+			return strings.Trim(fmt.Sprint(left), "[]")
 		}
-		time.Sleep(pause)
 	}
 }
 
@@ -198,24 +188,18 @@ type jobSpec struct {
 	File    *fileRequest // instead of Argv
 }
 
-const (
-	orderEnd   = 'T' // TERM, grace, KILL
-	orderKill  = 'K' // KILL now
-	orderAlive = 'A' // does the command itself live?
-	orderLetGo = 'R' // exit and touch nothing
-	orderEOF   = 'E' // nobody's: belay is gone
-)
+// Orders: TERM, grace and KILL · KILL now · does the command itself live? ·
+// exit and touch nothing · (nobody's) belay is gone.
+const orderEnd, orderKill, orderAlive, orderLetGo, orderEOF = 'T', 'K', 'A', 'R', 'E'
 
 // note is what a keeper tells belay, one JSON object a line. Kinds: started,
 // alive, exited; and as the last one failed, file, gone or released.
 type note struct {
-	Kind   string
-	Pid    int      // of started
-	Status uint32   // of exited: the wait status
-	Text   string   // of failed and file
-	OK     bool     // of file and alive
-	Strays int      // of gone: processes that the command had left behind
-	Left   []string // of gone: processes that could not be ended
+	Kind, Text  string // Text: of failed and file
+	Left        string // of gone: processes that could not be ended
+	Pid, Strays int    // of started; of gone: processes that the command had left behind
+	Status      uint32 // of exited: the wait status
+	OK          bool   // of file and alive
 }
 
 // keeper is the process between belay and one command. Its main goroutine is
@@ -357,7 +341,7 @@ func (k *keeper) begin() {
 
 // kill ends the tree for certain and names what it could not end. Once
 // everything is dead the last reap leaves no zombie: it is all the keeper's.
-func (k *keeper) kill() []string {
+func (k *keeper) kill() string {
 	if !k.leaderDone && k.leader > 1 {
 		// kill(2) on the group while its leader is not reaped, so that the number is still its own.
 		unix.Kill(-k.leader, unix.SIGKILL)
@@ -410,15 +394,13 @@ func (r *fileRequest) do() (string, error) {
 // number gives numbered lines, at most readLines and readBytes of them.
 func (r *fileRequest) number(b []byte) (string, error) {
 	lines := slices.Collect(strings.Lines(strings.ToValidUTF8(string(b), "\uFFFD")))
-	n, last := max(r.Offset, 1), min(len(lines), max(r.Offset, 1)-1+cmp.Or(min(r.Limit, readLines), readLines))
-	switch {
-	case bytes.IndexByte(b, 0) >= 0:
-		return "", fmt.Errorf("%s is a binary file", r.Path)
-	case n > max(len(lines), 1):
-		return "", fmt.Errorf("%s has only %d lines", r.Path, len(lines))
+	first := max(r.Offset, 1)
+	if bytes.IndexByte(b, 0) >= 0 || first > max(len(lines), 1) {
+		return "", fmt.Errorf("%s is a binary file, or has only %d lines", r.Path, len(lines))
 	}
 	var out []byte
-	for ; n <= last && len(out) <= readBytes; n++ {
+	n := first
+	for last := min(len(lines), first-1+cmp.Or(min(r.Limit, readLines), readLines)); n <= last && len(out) <= readBytes; n++ {
 		out = fmt.Appendf(out, "%6d\t%s\n", n, strings.TrimRight(lines[n-1], "\r\n"))
 	}
 	if len(out) > readBytes {
@@ -650,49 +632,39 @@ func seccompArch() uint32 {
 // pointer, does not exist.
 func (c *confinement) filterCalls() error {
 	const (
-		load, and = unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, unix.BPF_ALU | unix.BPF_AND | unix.BPF_K
-		is, from  = unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, unix.BPF_JMP | unix.BPF_JGE | unix.BPF_K
-		ret       = unix.BPF_RET | unix.BPF_K
+		load, and     = unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, unix.BPF_ALU | unix.BPF_AND | unix.BPF_K
+		is, from, ret = unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, unix.BPF_JMP | unix.BPF_JGE | unix.BPF_K, unix.BPF_RET | unix.BPF_K
+		nosys, deny   = unix.SECCOMP_RET_ERRNO | uint32(unix.ENOSYS), unix.SECCOMP_RET_ERRNO | uint32(unix.EACCES)
+		allow         = unix.SECCOMP_RET_ALLOW
 
-		nosys, deny    = unix.SECCOMP_RET_ERRNO | uint32(unix.ENOSYS), unix.SECCOMP_RET_ERRNO | uint32(unix.EACCES)
 		nr, arch, args = 0, 4, 16      // offsets in struct seccomp_data; args are 8 bytes each, low half first
 		openAMD64, x32 = 2, 0x40000000 // open(2), which arm64 does not have; the first call of amd64's x32 ABI
 	)
-	var f []unix.SockFilter
-	op := func(code uint16, k uint32, yes, no uint8) {
-		f = append(f, unix.SockFilter{Code: code, K: k, Jt: yes, Jf: no})
+	type op struct { // with the jumps for yes and no, in instructions
+		code    uint16
+		yes, no uint8
+		k       uint32
 	}
-	answer := func(call, with uint32) { op(is, call, 0, 1); op(ret, with, 0, 0) }
-	op(load, arch, 0, 0)
-	op(is, seccompArch(), 1, 0)
-	op(ret, nosys, 0, 0)
-	op(load, nr, 0, 0)
-	op(from, x32, 0, 1)
-	op(ret, nosys, 0, 0)
-	answer(unix.SYS_IO_URING_SETUP, nosys)
+	ops := []op{{load, 0, 0, arch}, {is, 1, 0, seccompArch()}, {ret, 0, 0, nosys},
+		{load, 0, 0, nr}, {from, 0, 1, x32}, {ret, 0, 0, nosys}, {is, 0, 1, unix.SYS_IO_URING_SETUP}, {ret, 0, 0, nosys}}
 	if c.ABI < 3 {
-		answer(unix.SYS_TRUNCATE, deny)
-		answer(unix.SYS_OPENAT2, nosys)
+		ops = append(ops, op{is, 0, 1, unix.SYS_TRUNCATE}, op{ret, 0, 0, deny}, op{is, 0, 1, unix.SYS_OPENAT2}, op{ret, 0, 0, nosys})
 		flags := map[uint32]uint32{unix.SYS_OPENAT: args + 16} // call: offset of its flags
 		if runtime.GOARCH == "amd64" {
 			flags[openAMD64] = args + 8
 		}
 		for call, offset := range flags {
-			op(is, call, 0, 5)
-			op(load, offset, 0, 0)
-			op(and, unix.O_ACCMODE|unix.O_TRUNC, 0, 0)
-			answer(unix.O_TRUNC, deny)
-			op(ret, unix.SECCOMP_RET_ALLOW, 0, 0)
+			ops = append(ops, op{is, 0, 5, call}, op{load, 0, 0, offset}, op{and, 0, 0, unix.O_ACCMODE | unix.O_TRUNC},
+				op{is, 0, 1, unix.O_TRUNC}, op{ret, 0, 0, deny}, op{ret, 0, 0, allow})
 		}
 	}
 	if !c.Network {
-		op(is, unix.SYS_SOCKET, 0, 4)
-		op(load, args, 0, 0)
-		op(is, unix.AF_UNIX, 2, 0)
-		op(is, unix.AF_NETLINK, 1, 0)
-		op(ret, deny, 0, 0)
+		ops = append(ops, op{is, 0, 4, unix.SYS_SOCKET}, op{load, 0, 0, args}, op{is, 2, 0, unix.AF_UNIX}, op{is, 1, 0, unix.AF_NETLINK}, op{ret, 0, 0, deny})
 	}
-	op(ret, unix.SECCOMP_RET_ALLOW, 0, 0)
+	var f []unix.SockFilter
+	for _, o := range append(ops, op{ret, 0, 0, allow}) {
+		f = append(f, unix.SockFilter{Code: o.code, Jt: o.yes, Jf: o.no, K: o.k})
+	}
 	prog := unix.SockFprog{Len: uint16(len(f)), Filter: &f[0]}
 	// seccomp(2) on this thread; EINVAL would be a bug in the filter.
 	_, _, e := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, 0, uintptr(unsafe.Pointer(&prog)))
@@ -701,10 +673,9 @@ func (c *confinement) filterCalls() error {
 
 // host is belay as the ancestor of all keepers: one in a process.
 type host struct {
-	// set once
-	pid      int
-	foreign  map[int]bool // children that belay had before its first line
-	sessions map[int]bool // theirs and belay's own: none of our commands can be in them
+	// set once: children that belay had before its first line; sessions, theirs and belay's own, in which none of our commands can be
+	pid               int
+	foreign, sessions map[int]bool
 
 	mu      sync.Mutex   // starting a keeper and looking for orphans exclude each other
 	keepers map[int]*job // guarded by mu: keepers not yet waited for by os/exec, by pid
@@ -923,35 +894,32 @@ func randomHex() string {
 }
 
 // start runs a command under a keeper of its own and returns when it runs or
-// why it does not. log makes it a persistent service; stdin nil is the null device.
-func (t *jobs) start(command, dir string, stdin *string, log string) (*job, error) {
-	if len(command) > commandMax {
-		return nil, fmt.Errorf("the command has %d bytes, at most %d are possible: write it to a file and run that", len(command), commandMax)
-	}
+// why it does not. log, which it closes, makes it a persistent service; stdin
+// nil is the null device.
+func (t *jobs) start(command, dir string, stdin *string, log *os.File) (*job, error) {
 	shell := os.Getenv("SHELL")
 	if base := filepath.Base(shell); base != "bash" && base != "zsh" || exec.Command(shell).Err != nil || !filepath.IsAbs(shell) {
 		shell = "/bin/sh"
 	}
-	j := &job{id: "shell_" + randomHex(), command: command, log: log, cmd: &exec.Cmd{Env: t.env, WaitDelay: eofWait}}
+	j := &job{id: "shell_" + randomHex(), command: command, cmd: &exec.Cmd{Env: t.env, WaitDelay: eofWait}}
 	j.cmd.Stdout, j.cmd.Stderr = &j.out, &j.out
 	if stdin != nil {
 		j.cmd.Stdin = strings.NewReader(*stdin)
 	}
-	if log != "" {
-		f, err := os.OpenFile(log, os.O_WRONLY|os.O_APPEND, 0)
-		if err != nil {
-			return nil, err
-		}
-		defer f.Close()
-		j.cmd.Stdout, j.cmd.Stderr = f, f
-		if id, ok := strings.CutSuffix(filepath.Base(log), ".log"); ok {
-			j.id = id // the log is named by its task
+	if log != nil {
+		defer log.Close()
+		j.log, j.cmd.Stdout, j.cmd.Stderr = log.Name(), log, log
+		if j.log != os.DevNull {
+			j.id = strings.TrimSuffix(filepath.Base(j.log), ".log")
 		}
 	} else if t.scratch != nil {
 		j.cmd.Env = append(slices.Clone(t.env), "TMPDIR="+t.scratch.Name())
 		j.out.file, _ = os.OpenFile(filepath.Join(t.scratch.Name(), j.id+".out"), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	}
-	if err := t.launch(j, jobSpec{Argv: []string{shell, "-c", command}, Dir: dir, Persist: log != "", Confine: t.confine}); err != nil {
+	if len(command) > commandMax {
+		return nil, fmt.Errorf("the command has %d bytes, at most %d are possible: write it to a file and run that", len(command), commandMax)
+	}
+	if err := t.launch(j, jobSpec{Argv: []string{shell, "-c", command}, Dir: dir, Persist: log != nil, Confine: t.confine}); err != nil {
 		return nil, err
 	}
 	if <-j.ready; j.pid == 0 {
@@ -1053,7 +1021,7 @@ func (j *job) wait(ctx context.Context, timeout time.Duration) bool {
 
 // end ends jobs, all at once, and names what could not be ended. A keeper that
 // has not done it in time, stopped or wedged, is killed, and belay does it.
-func end(order byte, list ...*job) (left []string) {
+func end(order byte, list ...*job) (left string) {
 	for _, j := range list {
 		j.order(order)
 	}
@@ -1064,10 +1032,10 @@ func end(order byte, list ...*job) (left []string) {
 		}
 	}
 	for _, j := range list {
-		if !j.wait(context.Background(), endBound+wedged-time.Since(start)) {
-			left = append(left, fmt.Sprintf("keeper pid %d", j.cmd.Process.Pid))
+		if j.wait(context.Background(), wedged+endBound-time.Since(start)) {
+			left += j.last.Left
 		} else {
-			left = append(left, j.last.Left...)
+			left += fmt.Sprintf(" keeper pid %d", j.cmd.Process.Pid)
 		}
 	}
 	return left
@@ -1082,10 +1050,10 @@ func (t *jobs) file(ctx context.Context, r *fileRequest) (string, error) {
 	defer t.forget(j)
 	if !j.wait(ctx, fileBound) {
 		j.cmd.Process.Kill()
-		j.wait(context.Background(), endBound)
+		<-j.gone
 	}
 	if !j.last.OK {
-		return "", errors.New(cmp.Or(j.last.Text, "it did not end in time"))
+		return "", errors.New(j.last.Text)
 	}
 	return j.last.Text, nil
 }
@@ -1109,12 +1077,11 @@ func (j *job) pending() bool { return j.log != "" && !j.cancelled.Load() }
 
 // endAll ends every job that which names, and what killed keepers left.
 // Nothing is started any more.
-func (t *jobs) endAll(order byte, which func(*job) bool) []string {
+func (t *jobs) endAll(order byte, which func(*job) bool) string {
 	t.mu.Lock()
 	t.shut = true
 	t.mu.Unlock()
-	left := end(order, t.list(which)...)
-	return append(left, endTree(t.host.orphans)...)
+	return end(order, t.list(which)...) + endTree(t.host.orphans)
 }
 
 // close removes the scratch directory; it is the last step.
@@ -1219,15 +1186,17 @@ func pidNS() string {
 
 // serviceLog makes the log of a new service: the null device and a reason
 // where the home cannot be written.
-func (t *jobs) serviceLog() (string, error) {
-	if t.opts.home == "" {
-		return os.DevNull, errors.New("HOME is not set")
+func (t *jobs) serviceLog() (f *os.File, why error) {
+	dir := filepath.Join(t.opts.home, "services")
+	if why = errors.New("HOME is not set"); t.opts.home != "" {
+		if why = os.MkdirAll(dir, 0o700); why == nil {
+			f, why = os.OpenFile(filepath.Join(dir, "shell_"+randomHex()+".log"), os.O_WRONLY|os.O_CREATE|os.O_EXCL|os.O_APPEND, 0o600)
+		}
 	}
-	path := filepath.Join(t.opts.home, "services", "shell_"+randomHex()+".log")
-	if err := cmp.Or(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, nil, 0o600)); err != nil {
-		return os.DevNull, err
+	if why != nil {
+		f, _ = os.OpenFile(os.DevNull, os.O_WRONLY, 0) // nil would make the command no service; belay does not run without it
 	}
-	return path, nil
+	return f, why
 }
 
 // confirm has the keeper say that its service lives. The error ends with the
@@ -1251,7 +1220,7 @@ func (t *jobs) confirm(j *job) (receipt, error) {
 		b = b[:n]
 		f.Close()
 	}
-	return receipt{}, fmt.Errorf("service %s (pid %d) had exited before the run was complete; the end of its log:\n%s", j.id, j.pid, strings.ToValidUTF8(string(b), "\uFFFD"))
+	return receipt{}, fmt.Errorf("service %s (pid %d) had exited before the run was complete; the end of its log:\n%s", j.id, j.pid, strings.ToValidUTF8(string(bytes.Trim(b, "\x00")), "\uFFFD"))
 }
 
 // recordRelease appends receipts to the list of a home, if there are both, and
@@ -1286,7 +1255,7 @@ func (j *job) letGo() {
 
 // stop ends the service's session and everything below it: TERM, stopGrace,
 // KILL. What was seen once is ended even if it leaves the session meanwhile.
-func (r receipt) stop() (left []string) {
+func (r receipt) stop() (left string) {
 	seen := map[int]uint64{r.PID: r.StartTime}
 	list := func() (out []proc) {
 		all := processes()
