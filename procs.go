@@ -545,8 +545,12 @@ func landlockABI() int {
 // apply restricts the calling thread and so all that it forks from now on; any
 // piece that fails is an error, and the command is not started.
 func (c *confinement) apply() error {
-	// prctl(2): what follows needs it without privileges, and it ends setuid programs.
-	err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+	err := errors.Join(
+		// prctl(2): this thread alone is confined. A command that could trace us (as it may trace what it started)
+		// would write the code of our other threads, or take the control socket. The exec gives it a new memory image.
+		unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0),
+		// prctl(2): what follows needs it without privileges, and it ends setuid programs.
+		unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
 	for _, step := range []func() error{c.landlock, dropCapabilities, c.filterCalls} {
 		if err == nil {
 			err = step()
@@ -654,8 +658,8 @@ func (c *confinement) filterCalls() error {
 			flags[openAMD64] = args + 8
 		}
 		for call, offset := range flags {
-			ops = append(ops, op{is, 0, 5, call}, op{load, 0, 0, offset}, op{and, 0, 0, unix.O_ACCMODE | unix.O_TRUNC},
-				op{is, 0, 1, unix.O_TRUNC}, op{ret, 0, 0, deny}, op{ret, 0, 0, allow})
+			ops = append(ops, op{is, 0, 6, call}, op{load, 0, 0, offset}, op{and, 0, 0, unix.O_ACCMODE | unix.O_TRUNC}, op{is, 1, 0, unix.O_TRUNC},
+				op{is, 0, 1, unix.O_TRUNC | unix.O_ACCMODE}, op{ret, 0, 0, deny}, op{ret, 0, 0, allow}) // mode 3 is neither reading nor writing to Landlock
 		}
 	}
 	if !c.Network {
@@ -824,7 +828,7 @@ func newJobs(h *host, o jobOptions) (*jobs, error) {
 // directory is in use while its flock is held.
 func makeScratch() *os.File {
 	for _, parent := range []string{os.Getenv("TMPDIR"), "/tmp", "/dev/shm"} {
-		old, _ := filepath.Glob(filepath.Join(parent, "belay-????????"))
+		old, _ := filepath.Glob(filepath.Join(parent, "belay-"+strings.Repeat("[0-9a-f]", 8))) // not belay-projects, which is somebody's work
 		for _, path := range old {
 			if d := lockDir(path); d != nil {
 				os.RemoveAll(path)
