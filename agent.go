@@ -383,9 +383,9 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 		case a.maxTokens > 0 && value(a.total[0])+value(a.total[1]) >= a.maxTokens:
 			return "", failed("budget_exhausted", "the %d tokens of limits.max_total_tokens are spent and the model wants more", a.maxTokens)
 		}
-		r, err := a.ask(ctx)
-		if err != nil {
-			return "", err
+		var r *reply
+		if r, err = a.ask(ctx); err != nil {
+			break
 		}
 		switch lengths++; {
 		case r.finish == "content_filter":
@@ -405,12 +405,9 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 				err = a.call(ctx, c)
 			}
 		}
-		switch {
-		case err != nil:
-			return "", err
-		case r.finish == "length":
+		if err == nil && r.finish == "length" {
 			err = a.add("user", message{raw: userMessage("Your last reply was cut at the output limit. Continue where it ended.")})
-		case len(r.calls) == 0:
+		} else if err == nil && len(r.calls) == 0 {
 			return answer, nil
 		}
 	}
@@ -489,7 +486,9 @@ func (a *agent) shorten(all bool) bool {
 		names += " " + m.callID
 		m.raw, m.short = toolMessage(m.callID, fmt.Sprintf("[this result of %d bytes was left out to make room]", len(m.raw))), true
 	}
-	a.emit("notice", "message", names)
+	if len(old) > 0 {
+		a.emit("notice", "message", names)
+	}
 	return len(old) > 0
 }
 
@@ -624,14 +623,14 @@ func (a *agent) service(args arguments) toolResult {
 // report gives the new output of a job and what became of it. ended says why
 // belay ended it, if it did.
 func (a *agent) report(j *job, ended string) toolResult {
-	over, code := j.over.Load(), j.status.ExitStatus()
+	over := j.over.Load() // only then the job's fields are ours to read
 	text, omitted := j.out.take(!over)
 	r := toolResult{text: strings.TrimSuffix(cmp.Or(text, "(no output)"), "\n"), truncated: omitted > 0}
 	if f := j.out.file; r.truncated && f != nil {
 		r.path = f.Name()
 		r.text += fmt.Sprintf("\n(the output, up to %d MiB, is in %s)", spillMax>>20, r.path)
 	}
-	state := fmt.Sprintf("exit code %d", code)
+	state := ""
 	switch {
 	case ended != "":
 		state, r.category = ended, map[bool]string{true: "cancelled", false: "timeout"}[ended == "cancelled"]
@@ -644,9 +643,9 @@ func (a *agent) report(j *job, ended string) toolResult {
 	case j.status.Signaled():
 		state, r.category = "killed by "+signalName(j.status.Signal()), "exit_status"
 	default:
-		if r.exit = &code; code != 0 {
-			r.category = "exit_status"
-		}
+		code := j.status.ExitStatus()
+		state, r.exit = fmt.Sprintf("exit code %d", code), &code
+		r.category = map[bool]string{true: "exit_status"}[code != 0]
 	}
 	r.text += "\n" + state
 	if over && j.last.Strays > 0 {
