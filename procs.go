@@ -475,26 +475,42 @@ func planSandbox(o jobOptions, abi int) (*confinement, error) {
 	if o.sandbox == "external-sandbox" || o.sandbox == "danger-full-access" {
 		return nil, nil
 	}
+	c := &confinement{Network: o.network, ABI: abi, Write: []string{"/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/dev/ptmx", "/dev/pts", "/dev/shm"}}
 	workspace, why := realPath(o.workspace), ""
+	if o.sandbox == "workspace-write" {
+		c.grant(append([]string{workspace}, o.writable...)...)
+		if common := c.gitCommon(workspace); common != "" {
+			c.grant(common)
+		}
+	}
 	switch {
 	case abi < 2:
 		why = fmt.Sprintf("it needs Landlock ABI 2 (Linux 5.19), this kernel offers %d", abi)
 	case seccompArch() == 0:
 		why = "its system call filter knows amd64 and arm64, this is " + runtime.GOARCH
-	case o.sandbox == "workspace-write" && (workspace == "/" || o.home != "" && within(realPath(o.home), workspace)):
-		why = fmt.Sprintf("workspace %s is / or holds belay's home %s, so that commands could write the next run's configuration", o.workspace, o.home)
+	case c.grants("/") || o.home != "" && c.grants(o.home):
+		why = fmt.Sprintf("workspace %s or another writable directory is / or holds belay's home %s, so that commands could write the next run's configuration", o.workspace, o.home)
 	}
 	if why != "" {
 		return nil, fmt.Errorf("sandbox %s refused: %s\nif the container is your sandbox: belay exec --sandbox external-sandbox …", o.sandbox, why)
 	}
-	c := &confinement{Network: o.network, ABI: abi, Write: []string{"/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/dev/ptmx", "/dev/pts", "/dev/shm"}}
-	if o.sandbox == "workspace-write" {
-		c.Write = append(append(c.Write, workspace), o.writable...)
-		if common := gitCommon(workspace); common != "" {
-			c.Write = append(c.Write, common)
+	return c, nil
+}
+
+// grant lets paths be written. Links are resolved once, and a path below
+// another one is no grant of its own: a command could put a link in its place,
+// and the next keeper would open what it leads to.
+func (c *confinement) grant(paths ...string) {
+	for _, path := range paths {
+		if path = realPath(path); !c.grants(path) {
+			c.Write = append(slices.DeleteFunc(c.Write, func(w string) bool { return within(w, path) }), path)
 		}
 	}
-	return c, nil
+}
+
+// grants is true for what may be written, there or not.
+func (c *confinement) grants(path string) bool {
+	return slices.ContainsFunc(c.Write, func(w string) bool { return within(realPath(path), w) })
 }
 
 // lacks names what this kernel's Landlock cannot do, "" for nothing.
@@ -505,8 +521,8 @@ func (c *confinement) lacks() string {
 
 // gitCommon is the repository of a linked worktree, "" where there is none.
 // The workspace's own .git file may be forged, so the repository must name it
-// in return (gitrepository-layout(5)).
-func gitCommon(workspace string) string {
+// in return, from where no command can write (gitrepository-layout(5)).
+func (c *confinement) gitCommon(workspace string) string {
 	named := func(dir, file string) string { // the path in a file of one line, "" for a directory
 		b, _ := os.ReadFile(filepath.Join(dir, file))
 		path := strings.TrimPrefix(strings.TrimSpace(string(b)), "gitdir: ")
@@ -516,17 +532,18 @@ func gitCommon(workspace string) string {
 		return path
 	}
 	dir := realPath(named(workspace, ".git"))
-	if filepath.Base(filepath.Dir(dir)) != "worktrees" || realPath(named(dir, "gitdir")) != filepath.Join(workspace, ".git") {
+	if c.grants(dir) || filepath.Base(filepath.Dir(dir)) != "worktrees" || realPath(named(dir, "gitdir")) != filepath.Join(workspace, ".git") {
 		return ""
 	}
 	return filepath.Dir(filepath.Dir(dir))
 }
 
+// realPath is an absolute path without links, as far as it exists.
 func realPath(path string) string {
-	if real, err := filepath.EvalSymlinks(path); err == nil {
+	if real, err := filepath.EvalSymlinks(path); err == nil || path == "/" {
 		return real
 	}
-	return filepath.Clean(path)
+	return filepath.Join(realPath(filepath.Dir(path)), filepath.Base(path))
 }
 
 func within(path, dir string) bool {
@@ -780,6 +797,7 @@ type jobs struct {
 	host    *host
 	opts    jobOptions
 	scratch *os.File // the directory, locked; nil where none can be written
+	root    *os.Root // the same: a command may put a link in its place where it lies in the workspace
 	confine *confinement
 	env     []string
 
@@ -816,8 +834,13 @@ func newJobs(h *host, o jobOptions) (*jobs, error) {
 		return nil, err
 	}
 	t := &jobs{host: h, opts: o, confine: confine, scratch: makeScratch(), env: append(scrub(o.dropNames, o.keepNames), "BELAY_RUN="+o.runID)}
+	if t.scratch != nil {
+		if t.root, err = os.OpenRoot(t.scratch.Name()); err != nil {
+			return nil, err
+		}
+	}
 	if confine != nil && t.scratch != nil {
-		confine.Write = append(confine.Write, t.scratch.Name())
+		confine.grant(t.scratch.Name())
 		t.env = append(t.env, confine.redirects(t.scratch.Name())...)
 	}
 	return t, nil
@@ -879,8 +902,7 @@ func scrub(drop, keep []string) []string {
 func (c *confinement) redirects(scratch string) (env []string) {
 	home := os.Getenv("HOME")
 	for name, real := range map[string]string{"XDG_CACHE_HOME": home + "/.cache", "GOCACHE": home + "/.cache/go-build", "npm_config_cache": home + "/.npm"} {
-		real = realPath(cmp.Or(os.Getenv(name), real))
-		if !slices.ContainsFunc(c.Write, func(w string) bool { return within(real, realPath(w)) }) {
+		if !c.grants(cmp.Or(os.Getenv(name), real)) {
 			env = append(env, name+"="+scratch+"/cache/"+name)
 		}
 	}
@@ -918,7 +940,7 @@ func (t *jobs) start(command, dir string, stdin *string, log *os.File) (*job, er
 		}
 	} else if t.scratch != nil {
 		j.cmd.Env = append(slices.Clone(t.env), "TMPDIR="+t.scratch.Name())
-		j.out.file, _ = os.OpenFile(filepath.Join(t.scratch.Name(), j.id+".out"), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+		j.out.file, _ = t.root.OpenFile(j.id+".out", os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	}
 	if len(command) > commandMax {
 		return nil, fmt.Errorf("the command has %d bytes, at most %d are possible: write it to a file and run that", len(command), commandMax)
