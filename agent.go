@@ -31,9 +31,10 @@ import (
 // processes through procs.go only.
 
 const (
-	atomicWrite   = 4096            // PIPE_BUF: a write of at most this many bytes is whole or not at all, pipe(7)
-	lastLines     = time.Second     // for the last lines of a run that did not complete
-	releaseBound  = 5 * time.Second // of a release up to its receipts
+	atomicWrite   = 4096                   // PIPE_BUF: a write of at most this many bytes is whole or not at all, pipe(7)
+	lastLines     = time.Second            // for the last lines of a run that did not complete
+	releaseBound  = 5 * time.Second        // of a release up to its receipts
+	lateWrite     = 100 * time.Millisecond // for a write that a signal finds under way: a reader that is there takes it at once
 	superviseTick = 500 * time.Millisecond
 	progressTick  = 60 * time.Second // text format: a sign of life while a tool runs
 	agentsMax     = 32 << 10         // bytes of AGENTS.md
@@ -160,17 +161,23 @@ func (p *printer) writeLoop() {
 	}
 }
 
-// write returns when b is written, or with ctx.
+// write returns when b is written, or with ctx. Nothing is begun after ctx has
+// ended (a select would toss a coin), and what is under way then has lateWrite:
+// what a reader got whole must not be called a failure.
 func (p *printer) write(ctx context.Context, b []byte) error {
-	w := printed{b, make(chan error, 1)}
-	select {
-	case p.queue <- w:
+	w, late := printed{b, make(chan error, 1)}, make(<-chan time.Time)
+	queue, ended := p.queue, ctx.Done()
+	for ctx.Err() == nil || queue == nil {
 		select {
+		case queue <- w:
+			queue = nil
 		case err := <-w.ack:
 			return err
-		case <-ctx.Done():
+		case <-ended:
+			ended, late = nil, time.After(lateWrite)
+		case <-late:
+			return context.Cause(ctx)
 		}
-	case <-ctx.Done():
 	}
 	return context.Cause(ctx)
 }
@@ -941,10 +948,11 @@ func (x *execution) closing(e *ending, answer string, list []receipt) (b []byte)
 		}
 		return []byte(strings.TrimSuffix(answer, "\n") + "\n")
 	case "json":
+		services := slices.Clip(p.services) // a receipt that cannot be written must not stand in the object that says so
 		for _, r := range list {
-			p.emit(context.Background(), "service_released", r.fields()...)
+			services = append(services, jsonObject(r.fields()...))
 		}
-		return append(jsonObject(append(meta, "output", answer, "tools", p.tools, "services", p.services)...), '\n')
+		return append(jsonObject(append(meta, "output", answer, "tools", p.tools, "services", services)...), '\n')
 	}
 	for _, r := range list {
 		b = append(b, encodeEvent("service_released", r.fields()...)...)

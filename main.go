@@ -154,6 +154,12 @@ func demo(cfg config, stdin, stdout, stderr *os.File) int {
 
 // guarded runs exec with signals armed before anything is started.
 func guarded(cfg *config, stdin, stdout, stderr *os.File) int {
+	// Before signals are armed: whoever waits here for a prompt on stdin ends by a signal as any program does.
+	transport, record, err := source(cfg, stdin)
+	if err != nil {
+		fmt.Fprintf(stderr, "%s: %v\n", cfg.program, err)
+		return 2
+	}
 	var interrupts []interrupt
 	ctx := context.Background()
 	for _, sig := range []syscall.Signal{syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM} {
@@ -168,11 +174,6 @@ func guarded(cfg *config, stdin, stdout, stderr *os.File) int {
 	if err != nil {
 		fmt.Fprintf(stderr, "%s: %v\n", cfg.program, err)
 		return 1
-	}
-	transport, record, err := source(cfg, stdin)
-	if err != nil {
-		fmt.Fprintf(stderr, "%s: %v\n", cfg.program, err)
-		return 2
 	}
 	code, done := 0, make(chan int, 1)
 	// owner: guarded; ends when the run has passed its teardown; joined by done, but for a second signal

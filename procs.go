@@ -971,7 +971,8 @@ func (t *jobs) launch(j *job, spec jobSpec) error {
 	defer theirs.Close()
 	j.alive, j.ready, j.gone = make(chan bool, 1), make(chan struct{}), make(chan struct{})
 	j.cmd.Path, j.cmd.Args, j.cmd.Dir = "/proc/self/exe", []string{keeperName}, "/"
-	j.cmd.ExtraFiles, j.cmd.SysProcAttr = []*os.File{theirs}, &syscall.SysProcAttr{Setsid: true}
+	// SIGCONT for belay's death wakes a keeper that its command has stopped, which would not see the socket's end.
+	j.cmd.ExtraFiles, j.cmd.SysProcAttr = []*os.File{theirs}, &syscall.SysProcAttr{Setsid: true, Pdeathsig: unix.SIGCONT}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.host.mu.Lock()
