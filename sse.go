@@ -50,8 +50,7 @@ const (
 	idleConnection = 2 * time.Second        // llama-server drops idle connections after 5 s; ours must go first
 	madeUpID       = 9                      // letters and digits of our ids: the only form that Mistral's templates take
 
-	sentinel = "[DONE]"
-	inside   = "the answer holds an error: "
+	sentinel, inside = "[DONE]", "the answer holds an error: "
 	// How messages are encoded here: merging and the null repair work on these
 	// bytes, so that what was sent once stays as it is.
 	userStart, emptyTurn = `{"role":"user","content":"`, `{"content":"",`
@@ -59,7 +58,6 @@ const (
 
 var (
 	errSilent    = errors.New("nothing arrived within limits.liveness_ms")
-	errLongEvent = errors.New("an event is longer than 64 MiB")
 	errReplayEnd = errors.New("the recording holds no further response")
 )
 
@@ -81,7 +79,8 @@ type clientOptions struct {
 	trace                                                              func(string)
 }
 
-// learned is what one run found out about its server; the caller keeps it.
+// learned is what one run found out about its server; the caller makes both
+// maps and keeps them.
 // dropped: parameters refused once ("content": empty content is sent as null).
 // ids: the call ids of the history.
 type learned struct{ dropped, ids map[string]bool }
@@ -154,14 +153,11 @@ type client struct {
 
 func newClient(o clientOptions) *client {
 	c := &client{o, finishGrace, bareURL(o.url)}
-	dialer := &net.Dialer{Timeout: connectTimeout}
-	t := &http.Transport{Proxy: http.ProxyFromEnvironment, DialContext: dialer.DialContext, TLSHandshakeTimeout: connectTimeout,
-		IdleConnTimeout: idleConnection, ForceAttemptHTTP2: true, DisableCompression: true}
+	dial := (&net.Dialer{Timeout: connectTimeout}).DialContext
+	t := &http.Transport{Proxy: http.ProxyFromEnvironment, DialContext: dial, TLSHandshakeTimeout: connectTimeout, IdleConnTimeout: idleConnection, ForceAttemptHTTP2: true, DisableCompression: true}
 	if o.socket != "" { // a proxy would be asked for the host name that stands in for the socket
 		c.where, t.Proxy = "unix:"+o.socket, nil
-		t.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) {
-			return dialer.DialContext(ctx, "unix", o.socket)
-		}
+		t.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx, "unix", o.socket) }
 	}
 	c.transport = cmp.Or[http.RoundTripper](o.transport, t)
 	return c
@@ -171,9 +167,6 @@ func newClient(o clientOptions) *client {
 // repair is none, and happens once each. The error is an *apiError, or wraps
 // the cause of ctx.
 func (c *client) complete(ctx context.Context, r *request, s sink) (*reply, error) {
-	if r.learned.dropped == nil || r.learned.ids == nil {
-		r.learned.dropped, r.learned.ids = map[string]bool{}, map[string]bool{}
-	}
 	body, err := c.body(r)
 	for sent := 0; err == nil; {
 		rep, failed := c.attempt(ctx, r, body, s)
@@ -192,10 +185,11 @@ func (c *client) complete(ctx context.Context, r *request, s sink) (*reply, erro
 		}
 		delay := cmp.Or(failed.retryAfter, c.backoff[sent]) // a date that has passed asks for nothing beyond our own wait
 		sent++
-		tell(s.retry, retryNotice{sent, delay, failed.category, failed.message, failed.text+failed.reasoning != ""})
+		if s.retry != nil {
+			s.retry(retryNotice{sent, delay, failed.category, failed.message, failed.text+failed.reasoning != ""})
+		}
 		select {
-		case <-ctx.Done():
-			return nil, fmt.Errorf("wait before sending again: %w", context.Cause(ctx))
+		case <-ctx.Done(): // seen by the next attempt
 		case <-time.After(delay):
 		}
 	}
@@ -206,12 +200,11 @@ func (c *client) complete(ctx context.Context, r *request, s sink) (*reply, erro
 // a run. It gives the new body, nil if that does not differ.
 func (c *client) repair(r *request, body []byte, e *apiError) []byte {
 	for _, name := range []string{"stream_options", "parallel_tool_calls", "temperature", "max_tokens", "content"} {
-		if (e.status == 400 || e.status == 422) && e.category != "context_length" && !r.learned.dropped[name] && mentions(e.said, name) {
+		sent := bytes.Contains(body, []byte(cmp.Or(map[string]string{"content": emptyTurn}[name], quote(name)+":")))
+		if sent && (e.status == 400 || e.status == 422) && e.category != "context_length" && !r.learned.dropped[name] && regexp.MustCompile(`\b`+name+`\b`).MatchString(e.said) {
 			r.learned.dropped[name] = true
-			if repaired, err := c.body(r); err == nil && !bytes.Equal(repaired, body) {
-				return repaired
-			}
-			delete(r.learned.dropped, name)
+			repaired, _ := c.body(r) // it was encoded before
+			return repaired
 		}
 	}
 	return nil
@@ -223,8 +216,7 @@ func (c *client) body(r *request) ([]byte, error) {
 	dropped := r.learned.dropped
 	m := map[string]any{"model": c.model, "stream": true, "stream_options": map[string]bool{"include_usage": true}, "messages": merge(r.messages, dropped["content"]),
 		"tools": r.tools, "temperature": c.temperature, "top_p": c.topP, "seed": c.seed, "reasoning_effort": c.reasoningEffort, "max_tokens": c.maxTokens}
-	unset := map[string]bool{"tools": len(r.tools) <= len("[]"), "temperature": c.temperature == nil, "top_p": c.topP == nil, "seed": c.seed == nil,
-		"reasoning_effort": c.reasoningEffort == "", "max_tokens": c.maxTokens == 0}
+	unset := map[string]bool{"tools": len(r.tools) <= len("[]"), "temperature": c.temperature == nil, "top_p": c.topP == nil, "seed": c.seed == nil, "reasoning_effort": c.reasoningEffort == "", "max_tokens": c.maxTokens == 0}
 	maps.DeleteFunc(m, func(key string, _ any) bool { return unset[key] })
 	maps.Copy(m, r.extra)
 	if limit, set := m["max_tokens"]; set && dropped["max_tokens"] {
@@ -239,26 +231,24 @@ func (c *client) body(r *request) ([]byte, error) {
 // empty content of an assistant's turn is null.
 func merge(messages []json.RawMessage, null bool) (out []json.RawMessage) {
 	for _, m := range messages {
-		text, user := bytes.CutPrefix(m, []byte(userStart))
-		rest, empty := bytes.CutPrefix(m, []byte(emptyTurn))
-		switch last := len(out) - 1; {
-		case user && last >= 0 && bytes.HasPrefix(out[last], []byte(userStart)):
-			out[last] = slices.Concat(bytes.TrimSuffix(out[last], []byte(`"}`)), []byte(`\n\n`), text)
-		case empty && null:
-			out = append(out, slices.Concat([]byte(`{"content":null,`), rest))
-		default:
-			out = append(out, m)
+		if text, user := bytes.CutPrefix(m, []byte(userStart)); user && len(out) > 0 && bytes.HasPrefix(out[len(out)-1], []byte(userStart)) {
+			m = slices.Concat(bytes.TrimSuffix(out[len(out)-1], []byte(`"}`)), []byte(`\n\n`), text)
+			out = out[:len(out)-1]
 		}
+		if rest, empty := bytes.CutPrefix(m, []byte(emptyTurn)); empty && null {
+			m = slices.Concat([]byte(`{"content":null,`), rest)
+		}
+		out = append(out, m)
 	}
 	return out
 }
 
-func systemMessage(text string) json.RawMessage {
-	return json.RawMessage(`{"role":"system","content":` + quote(text) + "}")
-}
+func systemMessage(text string) json.RawMessage { return plainMessage("system", text) }
 
-func userMessage(text string) json.RawMessage {
-	return json.RawMessage(strings.TrimSuffix(userStart, `"`) + quote(text) + "}")
+func userMessage(text string) json.RawMessage { return plainMessage("user", text) }
+
+func plainMessage(role, text string) json.RawMessage {
+	return json.RawMessage(`{"role":` + quote(role) + `,"content":` + quote(text) + "}")
 }
 
 // toolMessage is the result of a call. Its content is always a string: servers refuse parts and objects.
@@ -275,10 +265,7 @@ func assistantMessage(r *reply, calls []call) json.RawMessage {
 	m := map[string]any{"role": "assistant", "content": r.text}
 	var list []map[string]any
 	for _, c := range calls {
-		if c.args == nil {
-			c.args = json.RawMessage("{}")
-		}
-		list = append(list, map[string]any{"id": c.id, "type": "function", "function": map[string]string{"name": c.name, "arguments": string(c.args)}})
+		list = append(list, map[string]any{"id": c.id, "type": "function", "function": map[string]string{"name": c.name, "arguments": cmp.Or(string(c.args), "{}")}})
 		for key, val := range c.extra {
 			list[len(list)-1][key] = val
 		}
@@ -291,28 +278,16 @@ func assistantMessage(r *reply, calls []call) json.RawMessage {
 	return raw
 }
 
-// attempt sends body once and reads the answer to its end. Call ids become
-// unique in the whole history, since a repeated one is refused or sends a
-// result to the wrong call.
+// attempt sends body once and reads the answer to its end.
 func (c *client) attempt(ctx context.Context, r *request, body []byte, s sink) (*reply, *apiError) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	b := &builder{sink: s, offered: r.offered, at: map[string]*partial{}}
-	resp, failed := c.send(ctx, cancel, body)
+	b := &builder{sink: s, offered: r.offered, ids: r.learned.ids, at: map[string]*partial{}}
+	failed := c.send(ctx, cancel, body, b)
 	if failed == nil {
-		failed = c.receive(ctx, cancel, resp, b)
+		return &b.reply, nil
 	}
-	if failed == nil {
-		for i := range b.done.calls {
-			made := &b.done.calls[i].id
-			for *made == "" || r.learned.ids[*made] {
-				*made = rand.Text()[:madeUpID]
-			}
-			r.learned.ids[*made] = true
-		}
-		return b.done, nil
-	}
-	failed.text, failed.reasoning = b.text.String(), b.reasoning.String()
+	failed.text, failed.reasoning = b.said.String(), b.thought.String()
 	if failed.category == "auth" && c.keyNote != "" {
 		failed.message += "; " + c.keyNote
 	}
@@ -323,24 +298,24 @@ func (c *client) attempt(ctx context.Context, r *request, body []byte, s sink) (
 
 // send posts body and waits for the headers. No redirect is followed: 301 to
 // 303 turn a POST into a GET, and the key is meant for this server only.
-func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body []byte) (*http.Response, *apiError) {
+func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body []byte, b *builder) *apiError {
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, c.url, bytes.NewReader(body))
 	if err != nil {
-		return nil, &apiError{category: "bad_request", message: "make the request: " + err.Error()}
+		return &apiError{category: "bad_request", message: "the URL is not valid"}
 	}
 	req.GetBody = nil // or net/http sends it again by itself, unseen and uncounted
-	req.Header = http.Header{"Content-Type": {"application/json"}, "Accept": {"text/event-stream, application/json"},
-		"Accept-Encoding": {"identity"}, "User-Agent": {"belay/" + c.version}} // a compressing proxy would deliver in blocks
-	if c.key != "" && c.header != "" {
-		req.Header.Set(c.header, c.key)
-	} else if c.key != "" {
-		req.Header.Set("Authorization", "Bearer "+c.key)
+	// A compressing proxy would deliver in blocks, hence identity.
+	req.Header = http.Header{"Content-Type": {"application/json"}, "Accept": {"text/event-stream, application/json"}, "Accept-Encoding": {"identity"}, "User-Agent": {"belay/" + c.version}}
+	if c.key != "" {
+		req.Header.Set(cmp.Or(c.header, "Authorization"), map[bool]string{true: "Bearer "}[c.header == ""]+c.key)
 	}
 	began, stop := time.Now(), watch(c.liveness, cancel)
 	resp, err := c.transport.RoundTrip(req)
 	if stop(); err == nil {
-		tell(c.trace, fmt.Sprintf("POST %s: status %d after %d ms, %d bytes sent", c.where, resp.StatusCode, time.Since(began).Milliseconds(), len(body)))
-		return resp, nil
+		if c.trace != nil {
+			c.trace(fmt.Sprintf("POST %s: status %d after %d ms, %d bytes sent", c.where, resp.StatusCode, time.Since(began).Milliseconds(), len(body)))
+		}
+		return c.receive(ctx, cancel, resp, b)
 	}
 	e := &apiError{category: "network", message: err.Error(), retryable: !errors.Is(err, errReplayEnd)}
 	if context.Cause(ctx) == errSilent {
@@ -352,21 +327,19 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 	if proxy, err := http.ProxyFromEnvironment(req); err == nil && proxy != nil && c.socket == "" {
 		e.message += "; it was sent through the proxy " + proxy.Host
 	}
-	return nil, e
+	return e
 }
 
 // receive reads a response into b and records it. A read ends when nothing
 // arrives within the liveness limit, or within the grace after a finish reason;
 // only time spent waiting counts, so a slow consumer is no stall.
 func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, resp *http.Response, b *builder) (failed *apiError) {
-	tape := &recorded{Status: resp.StatusCode, Headers: resp.Header, Body: []recordedPiece{}, End: "open"}
-	var until time.Time
+	h := resp.Header
+	tape := &recorded{Status: resp.StatusCode, Body: []recordedPiece{}, End: "open", Headers: http.Header{"Content-Type": h["Content-Type"],
+		"Content-Encoding": h["Content-Encoding"], "Location": h["Location"], "Retry-After": h["Retry-After"], "Retry-After-Ms": h["Retry-After-Ms"]}}
+	until := time.Now().Add(farFuture)
 	src := io.Reader(readerFunc(func(p []byte) (int, error) {
-		d := c.liveness
-		if !until.IsZero() {
-			d = min(d, time.Until(until))
-		}
-		stop := watch(d, cancel)
+		stop := watch(min(c.liveness, time.Until(until)), cancel)
 		n, err := resp.Body.Read(p)
 		stop()
 		if err != nil && err != io.EOF {
@@ -380,14 +353,12 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 	defer func() {
 		cancel(nil) // before Close: a stream that may not end is never drained, and the server stops generating
 		resp.Body.Close()
-		if c.record == nil {
-			return
-		}
-		if err := tape.write(c.record); err != nil {
+		tape.Body = redact(tape.Body, c.key)
+		if err := json.NewEncoder(cmp.Or(c.record, io.Discard)).Encode(tape); err != nil {
 			failed = &apiError{category: "internal", message: "write the recording: " + err.Error()}
 		}
 	}()
-	if strings.Contains(resp.Header.Get("Content-Encoding"), "gzip") { // though we asked for identity
+	if strings.Contains(h.Get("Content-Encoding"), "gzip") { // though we asked for identity
 		if plain, err := gzip.NewReader(src); err == nil {
 			src = plain
 		}
@@ -396,12 +367,12 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 		return b.read(src, func() { until = time.Now().Add(c.grace) })
 	}
 	raw, _ := io.ReadAll(io.LimitReader(src, maxErrorBody)) // a body that breaks off still has its status
-	e := readFault(raw).error(resp.StatusCode, fmt.Sprintf("%d %s: ", resp.StatusCode, http.StatusText(resp.StatusCode)))
-	if e.retryAfter, e.hasRetryAfter = retryAfter(resp.Header, time.Now()); e.retryAfter > maxRetryAfter {
+	e := refusal(raw, resp.StatusCode, fmt.Sprintf("%d %s: ", resp.StatusCode, http.StatusText(resp.StatusCode)))
+	if e.retryAfter, e.hasRetryAfter = retryAfter(h, time.Now()); e.retryAfter > maxRetryAfter {
 		e.message += "; the server asks to come back after " + time.Now().Add(e.retryAfter).UTC().Format(time.RFC3339)
 	}
 	if e.status/100 == 3 {
-		e.message += "; redirects are not followed, set the base URL to where it leads: " + bareURL(resp.Header.Get("Location"))
+		e.message += "; redirects are not followed, set the base URL to where it leads: " + bareURL(h.Get("Location"))
 	}
 	return e
 }
@@ -423,14 +394,13 @@ func watch(d time.Duration, cancel context.CancelCauseFunc) (stop func()) {
 
 // eventReader splits a body into events by the WHATWG grammar. name and tail
 // belong to the event at hand; tail: the body ended before its blank line, so
-// it may be a fragment. begun: a line came; bare: the body is no event stream. stray is the last line that is no field, from its first
-// brace: older llama-servers send "error: {...}".
+// it may be a fragment. open: a data line was seen; skipLF: the last line ended
+// with CR; begun: a line came; bare: the body is no event stream.
 type eventReader struct {
-	src               io.Reader
-	name              string
-	line, data, stray []byte
-	open, skipLF      bool // a data line was seen; the last line ended with CR
-	begun, bare, tail bool
+	src                             io.Reader
+	name                            string
+	line, data                      []byte
+	open, skipLF, begun, bare, tail bool
 }
 
 // events yields the data of each event that has some, valid until the next one,
@@ -448,8 +418,7 @@ func (r *eventReader) events(yield func([]byte, error) bool) {
 				line, rest, whole, r.skipLF = before, p[len(before)+1:], true, true
 			}
 			if r.line, p = append(r.line, line...), rest; len(r.line)+len(r.data) > maxEvent {
-				yield(nil, errLongEvent)
-				return
+				err, whole, p = errors.New("an event is longer than 64 MiB"), false, nil
 			}
 			if whole && r.take() {
 				if !yield(r.data, nil) {
@@ -470,30 +439,30 @@ func (r *eventReader) events(yield func([]byte, error) bool) {
 
 // take reads the line and says whether it completes an event. The sentinel
 // needs no blank line. A body that begins like JSON or a web page is no stream:
-// all its lines are the data of one event.
+// all its lines are the data of one event. Older llama-servers send errors in a
+// field of that name.
 func (r *eventReader) take() bool {
 	line := r.line
-	if r.line = r.line[:0]; !r.begun {
+	if r.line = r.line[:0]; len(line) > 0 && !r.begun {
 		line = bytes.TrimPrefix(line, []byte("\ufeff"))
-		trimmed := bytes.TrimSpace(line)
-		r.begun, r.bare = len(trimmed) > 0, len(trimmed) > 0 && bytes.ContainsAny(trimmed[:1], "{[<")
+		r.begun, r.bare = true, regexp.MustCompile(`^\s*[{[<]`).Match(line)
 	}
 	name, value, _ := bytes.Cut(line, []byte(":"))
-	if value = bytes.TrimPrefix(value, []byte(" ")); r.bare {
+	value = bytes.TrimPrefix(value, []byte(" "))
+	if r.bare {
 		name, value = []byte("data"), line
 	}
 	switch string(name) {
+	case "event":
+		r.name = string(value)
+	case "error":
+		r.name = "error"
+		fallthrough
 	case "data":
 		if r.open {
 			r.data = append(r.data, '\n')
 		}
 		r.open, r.data = true, append(r.data, value...)
-	case "event":
-		r.name = string(value)
-	case "", "id", "retry": // blank, or a comment; nothing is ever resumed, so ids and delays mean nothing
-	default:
-		line = line[max(bytes.IndexByte(line, '{'), 0):]
-		r.stray = append(r.stray[:0], line[:min(len(line), maxErrorBody)]...)
 	}
 	if len(line) == 0 && !r.open {
 		r.name = ""
@@ -501,31 +470,30 @@ func (r *eventReader) take() bool {
 	return r.open && !r.bare && (len(line) == 0 || bytes.HasPrefix(r.data, []byte(sentinel)))
 }
 
-// builder assembles one answer. It lives for one attempt. at finds calls by id
-// and by NUL + index: never an array, an index may be two billion. reason is
-// the server's, "" = none yet; whole: one complete message came; seen: any
-// choice came; kept: bytes held, bounded by maxEvent; done is set by end.
+// builder assembles one answer, for one attempt. at finds calls by id ("" the
+// last one) and by NUL + index: never an array, an index may be two billion. reason is the
+// server's, "" = none yet; whole: one complete message came; seen: any choice
+// came; kept: bytes held, bounded by maxEvent; reply is complete after end.
 type builder struct {
+	reply
 	sink                  sink
 	offered               []string
-	text, reasoning       strings.Builder
-	reasoningKey, reason  string
-	details               []json.RawMessage
-	calls                 []*partial
+	ids                   map[string]bool
+	said, thought         strings.Builder
+	parts                 []*partial
 	at                    map[string]*partial
-	usage                 *usage
+	reason                string
 	sentinel, whole, seen bool
 	kept                  int
-	done                  *reply
 }
 
-// partial is a call under assembly. ends tells its argument pieces apart: only
-// the end shows whether they were appended, cumulative or repeated.
+// partial is a call under assembly. Whether its argument pieces were appended,
+// cumulative or repeated shows only at the end: last is the last of pieces that
+// each began with the one before, a NUL once one did not. joined is the whole name.
 type partial struct {
 	call
-	names []string
-	text  []byte
-	ends  []int
+	joined, text []byte
+	last         string
 }
 
 // read reads the body of a 2xx. It calls ended after each event that follows a
@@ -537,7 +505,7 @@ func (b *builder) read(src io.Reader, ended func()) *apiError {
 			err = b.event(data, r)
 		}
 		if err != nil {
-			return b.end(err, r.stray)
+			return b.end(err)
 		}
 		if b.reason != "" {
 			ended()
@@ -551,34 +519,34 @@ func (b *builder) read(src io.Reader, ended func()) *apiError {
 // since words or arguments would be lost. Several values in one event come from
 // servers that leave blank lines out, or glue the sentinel to a whole answer.
 func (b *builder) event(data []byte, r *eventReader) error {
-	var first json.RawMessage
-	data = bytes.TrimSpace(bytes.TrimPrefix(bytes.TrimSpace(data), []byte("data:")))
+	data = bytes.TrimSpace(data)
 	switch {
-	case bytes.HasPrefix(data, []byte(sentinel)):
-		b.sentinel = true
-		return io.EOF
-	case len(data) == 0 || data[0] == ':' || string(data) == "null":
+	case len(data) == 0 || data[0] == ':' || string(data) == "null" || r.name != "" && r.name != "message" && r.name != "error" && data[0] != '{':
 		return nil
 	case r.name == "error":
-		return readFault(data).error(http.StatusOK, inside)
+		return refusal(data, 0, inside)
 	case data[0] == '<' && r.bare:
-		return &apiError{category: "not_sse", message: "the answer is a web page, not an event stream; check the base URL: " + readFault(data).message}
-	case data[0] != '{' && data[0] != '[' && r.name != "" && r.name != "message": // "event: ping" with a time stamp
-		return nil
-	case (data[0] == '{' || data[0] == '[') && json.Valid(data):
+		return &apiError{category: "not_sse", message: refusal(data, 0, "the answer is a web page, not an event stream; check the base URL: ").message}
+	case json.Valid(data):
 		return b.value(data)
 	}
+	var raw json.RawMessage
 	d := json.NewDecoder(bytes.NewReader(data))
-	if err := d.Decode(&first); err == nil && (first[0] == '{' || first[0] == '[') {
-		if err = b.value(first); err != nil {
+	for d.Decode(&raw) == nil && raw[0] == '{' {
+		if err := b.value(raw); err != nil {
 			return err
 		}
-		return b.event(data[d.InputOffset():], r)
 	}
-	if b.seen = true; r.tail {
-		return nil
+	rest := bytes.TrimSpace(data[d.InputOffset():])
+	switch {
+	case bytes.HasPrefix(bytes.TrimSpace(bytes.TrimPrefix(rest, []byte("data:"))), []byte(sentinel)):
+		b.sentinel = true
+		return io.EOF
+	case len(rest) > 0 && !r.tail:
+		return &apiError{category: "malformed", message: "an event is not valid JSON", retryable: true}
 	}
-	return &apiError{category: "malformed", message: "an event is not valid JSON", retryable: true}
+	b.seen = true
+	return nil
 }
 
 // value takes a chunk, a whole answer, an error, or a list of them.
@@ -596,7 +564,7 @@ func (b *builder) value(raw []byte) (err error) {
 	}
 	switch p := parse(o.get("prompt_progress")); {
 	case bad:
-		return readFault(raw).error(http.StatusOK, inside)
+		return refusal(raw, 0, inside)
 	case b.kept > maxEvent:
 		return &apiError{category: "malformed", message: "the answer is longer than 64 MiB"}
 	case b.whole:
@@ -615,11 +583,10 @@ func (b *builder) choice(o object) bool {
 	}
 	b.seen = true
 	b.delta(parse(o.get("delta")))
-	if m := parse(o.get("message")); m != nil && b.text.Len()+b.reasoning.Len()+len(b.calls) == 0 { // else it repeats the deltas
+	if m := parse(o.get("message")); m != nil && b.said.Len()+b.thought.Len()+len(b.parts) == 0 { // else it repeats the deltas
 		b.delta(m)
 		b.whole = !present(o.get("delta"))
 	}
-	b.emit(&b.text, b.sink.text, str(o.get("text")))
 	b.addUsage(parse(o.get("usage"))) // Moonshot
 	if reason := str(o.get("finish_reason")); reason != "" && reason != "null" && (b.reason == "" || normal(reason) != "stop") {
 		b.reason = reason
@@ -630,29 +597,26 @@ func (b *builder) choice(o object) bool {
 // delta takes a delta or a message. Thinking may come under two names at once,
 // or as parts of the content (Mistral).
 func (b *builder) delta(o object) {
-	key := "reasoning"
-	if str(o.get("reasoning_content")) != "" {
-		key = "reasoning_content"
-	}
-	thought := str(o.get(key))
-	if thought != "" {
-		b.reasoningKey = cmp.Or(b.reasoningKey, key)
+	keys := []string{"reasoning_content", "reasoning"}
+	if i := slices.IndexFunc(keys, func(key string) bool { return str(o.get(key)) != "" }); i >= 0 {
+		b.reasoningKey = cmp.Or(b.reasoningKey, keys[i])
+		b.emit(&b.thought, b.sink.reasoning, str(o.get(keys[i])))
 	}
 	for _, m := range parse(o.get("reasoning_details")) {
 		b.details, b.kept = append(b.details, bytes.Clone(m.val)), b.kept+len(m.val)
 	}
-	b.emit(&b.reasoning, b.sink.reasoning, thought)
-	b.emit(&b.text, b.sink.text, str(o.get("content"))+str(o.get("refusal")))
+	b.emit(&b.said, b.sink.text, str(o.get("content"))+str(o.get("refusal")))
 	for _, m := range parse(o.get("content")) {
-		if str(parse(m.val).get("type")) == "thinking" {
-			b.emit(&b.reasoning, b.sink.reasoning, words(m.val))
-		} else {
-			b.emit(&b.text, b.sink.text, words(m.val))
+		part := parse(m.val)
+		b.emit(&b.thought, b.sink.reasoning, str(part.get("thinking")))
+		for _, m := range parse(part.get("thinking")) {
+			b.emit(&b.thought, b.sink.reasoning, str(parse(m.val).get("text")))
 		}
+		b.emit(&b.said, b.sink.text, str(part.get("text")))
 	}
 	calls := parse(o.get("tool_calls"))
 	if old := o.get("function_call"); len(calls) == 0 && present(old) {
-		calls = object{{nil, old}}
+		calls = object{{val: slices.Concat([]byte(`{"function":`), old, []byte("}"))}}
 	}
 	for _, m := range calls {
 		b.call(parse(m.val))
@@ -661,42 +625,40 @@ func (b *builder) delta(o object) {
 
 func (b *builder) emit(to *strings.Builder, hear func(string), s string) {
 	to.WriteString(s)
-	if b.kept += len(s); s != "" {
-		tell(hear, s)
+	if b.kept += len(s); s != "" && hear != nil {
+		hear(s)
 	}
 }
 
-// call takes a tool call or a piece of one. Empty and null mean absent; the
-// first id stays; arguments are text, or an object that stands for its text.
+// call takes a tool call or a piece of one, which belongs to the call with its
+// index, else with its id, else to the last one. It opens a call if there is
+// none, if a name comes with another id, or if it comes with another object
+// after a complete one. Empty and null mean absent; the first id and name stay;
+// arguments are text, or an object that stands for its text.
 func (b *builder) call(o object) {
-	fn := o
-	if f := parse(o.get("function")); f != nil {
-		fn = f
-	}
+	fn := parse(o.get("function"))
 	index, id, name, piece := word(o.get("index")), word(o.get("id")), str(fn.get("name")), word(fn.get("arguments"))
 	p := b.at["\x00"+index]
 	if index == "" {
-		if p = b.at[id]; p == nil && len(b.calls) > 0 {
-			p = b.calls[len(b.calls)-1]
-		}
+		p = cmp.Or(b.at[id], b.at[""])
 	}
 	if p == nil || name != "" && (id != "" && p.id != "" && id != p.id || p.restarts([]byte(piece), id != "" && id == p.id)) {
 		p = &partial{call: call{extra: map[string]json.RawMessage{}}}
-		b.calls, b.kept = append(b.calls, p), b.kept+callCost
+		b.parts, b.at[""], b.kept = append(b.parts, p), p, b.kept+callCost
 	}
-	b.at["\x00"+index], p.id = p, cmp.Or(p.id, id)
-	if p.id != "" {
-		b.at[p.id] = p
-	}
-	if name != "" {
-		p.names = append(p.names, name)
-	}
-	if piece != "" {
-		p.text = append(p.text, piece...)
-		p.ends = append(p.ends, len(p.text))
+	p.id, p.name, p.joined = cmp.Or(p.id, id), cmp.Or(p.name, name), append(p.joined, name...)
+	b.at["\x00"+index], b.at[p.id] = p, p
+	switch {
+	case piece == "":
+	case fn.get("arguments")[0] == '{': // a server that sends objects sends each one whole
+		p.text, p.last = []byte(piece), piece
+	case strings.HasPrefix(piece, p.last):
+		p.text, p.last = append(p.text, piece...), piece
+	default:
+		p.text, p.last = append(p.text, piece...), "\x00"
 	}
 	for _, m := range o {
-		if !slices.Contains([]string{"index", "id", "type", "function", "name", "arguments"}, string(m.key)) && string(m.val) != "null" {
+		if !slices.Contains([]string{"index", "id", "type", "function"}, string(m.key)) && string(m.val) != "null" {
 			p.extra[string(m.key)], b.kept = bytes.Clone(m.val), b.kept+len(m.val)
 		}
 	}
@@ -708,7 +670,7 @@ func (b *builder) call(o object) {
 // complete too, and {} is the placeholder that some servers begin with.
 func (p *partial) restarts(piece []byte, sameID bool) bool {
 	old, piece := bytes.TrimSpace(p.text), bytes.TrimSpace(piece)
-	if len(p.names) == 0 || !bytes.HasPrefix(piece, []byte("{")) || !isObject(old) || sameID && (string(old) == "{}" || !isObject(piece)) {
+	if p.name == "" || !bytes.HasPrefix(piece, []byte("{")) || !isObject(old) || sameID && (string(old) == "{}" || !isObject(piece)) {
 		return false
 	}
 	last := len(old) - 1
@@ -720,155 +682,125 @@ func (p *partial) restarts(piece []byte, sameID bool) bool {
 // is an object, or nil. cut: the output limit ended the answer, so nothing may
 // be read into missing arguments.
 func (p *partial) finish(offered []string, cut bool) call {
-	if names := slices.Compact(p.names); len(names) > 0 {
-		if p.name = strings.Join(names, ""); slices.Contains(offered, names[0]) || !slices.Contains(offered, p.name) {
-			p.name = names[0]
-		}
+	if joined := string(p.joined); !slices.Contains(offered, p.name) && slices.Contains(offered, joined) {
+		p.name = joined
 	}
 	all := bytes.TrimSpace(p.text)
 	if !cut && (len(all) == 0 || string(all) == "null") {
 		all = []byte("{}")
 	}
-	var last []byte // of cumulative pieces, each of which begins with the one before
-	for i, start := 0, 0; i < len(p.ends) && bytes.HasPrefix(p.text[start:p.ends[i]], last); i++ {
-		last, start = p.text[start:p.ends[i]], p.ends[i]
+	// As appended; after a placeholder; cumulative; with all of it once more at the end.
+	readings := [][]byte{all, bytes.TrimPrefix(all, []byte("{}")), []byte(p.last), bytes.TrimPrefix(all, all[len(all)/2:])}
+	if i := slices.IndexFunc(readings, isObject); i >= 0 {
+		p.args = readings[i]
+	} else if p.args = escapeControls(all); !isObject(p.args) {
+		p.args, p.raw = nil, string(p.text)
 	}
-	for _, reading := range []func() []byte{func() []byte { return all }, func() []byte { return bytes.TrimPrefix(all, []byte("{}")) },
-		func() []byte { return last }, func() []byte { return escapeControls(all) }} {
-		if p.args = reading(); isObject(p.args) {
-			return p.call
-		}
-	}
-	p.args, p.raw = nil, string(p.text)
 	return p.call
 }
 
-// end decides what the answer is once nothing more will come. err is what ended
-// the body. After a finish reason a read error is noise. stray, a line outside
-// the grammar, may be the server's error.
-func (b *builder) end(err error, stray []byte) *apiError {
+// end decides what the answer is once nothing more will come; err is what ended
+// it. After a finish reason a read error is noise.
+func (b *builder) end(err error) *apiError {
 	failed := &apiError{category: "truncated", message: "the answer broke off without a finish reason: " + err.Error(), retryable: true}
-	switch odd := readFault(stray).message; {
+	switch {
 	case errors.As(err, &failed):
 	case b.reason == "error":
 		failed.category, failed.message = "stream_error", "the server ended the answer with the reason error"
-	case b.reason == "" && !b.whole && odd != "" && stray[0] == '{':
-		return readFault(stray).error(http.StatusOK, inside)
 	case b.reason != "" || b.whole || b.sentinel:
-		if b.done = b.reply(); len(b.done.calls) > 0 || strings.TrimSpace(b.done.text) != "" || b.done.finish != "stop" && b.done.finish != "tool_calls" {
+		if b.settle() {
 			return nil
 		}
+		fallthrough
+	case err == io.EOF && !b.seen:
 		failed.category, failed.message = "empty", "the answer has neither text nor tool calls"
 	case errors.Is(err, errSilent):
 		failed.category, failed.message = "stall", "the answer stopped: "+err.Error()
-	case errors.Is(err, errLongEvent):
-		failed.category, failed.message = "malformed", "read the answer: "+err.Error()
-	case err == io.EOF && !b.seen && odd != "":
-		failed.category, failed.message, failed.retryable = "not_sse", "the answer is no event stream: "+odd, false
-	case err == io.EOF && !b.seen:
-		failed.category, failed.message = "empty", "the answer has no body"
 	}
 	return failed
 }
 
-// reply gives the ended answer. Calls are kept after a proper end, invalid ones
-// for a refusal; after the output limit only complete ones; else none.
-func (b *builder) reply() *reply {
-	r := &reply{text: b.text.String(), reasoning: b.reasoning.String(), reasoningKey: b.reasoningKey, details: b.details, usage: b.usage, finish: normal(b.reason)}
-	proper := r.finish == "stop" || r.finish == "tool_calls"
-	for _, p := range b.calls {
-		if c := p.finish(b.offered, !proper); c.name+string(p.text) != "" && (proper || r.finish == "length" && c.args != nil) {
-			r.calls = append(r.calls, c)
+// settle makes the reply of an ended answer and says whether it holds anything.
+// After a proper end all calls are kept, invalid ones for a refusal; after the
+// output limit the complete ones; else none. Ids become unique in the whole
+// history: a repeated one is refused, or sends a result to the wrong call.
+func (b *builder) settle() bool {
+	b.text, b.reasoning, b.finish = b.said.String(), b.thought.String(), normal(b.reason)
+	proper := b.finish == "stop" || b.finish == "tool_calls"
+	for _, p := range b.parts {
+		c := p.finish(b.offered, !proper)
+		if c.name+string(p.text) != "" && (proper || b.finish == "length" && c.args != nil) {
+			for c.id == "" || b.ids[c.id] {
+				c.id = rand.Text()[:madeUpID]
+			}
+			b.ids[c.id], b.calls = true, append(b.calls, c)
 		}
 	}
-	if proper && len(r.calls) > 0 {
-		r.finish = "tool_calls"
+	if proper && len(b.calls) > 0 {
+		b.finish = "tool_calls"
 	}
-	return r
+	return !proper || len(b.calls) > 0 || strings.TrimSpace(b.text) != ""
 }
 
 // normal gives finish reasons that mean the same one name; others stay as they
 // are. Without one the sentinel ended the answer.
 func normal(reason string) string {
-	for name, words := range map[string]string{"stop": "  stop stop_sequence eos eos_token end_turn end complete completed ",
-		"tool_calls": " tool_calls tool_call tool_use function_call ", "length": " length max_tokens max_output_tokens model_length "} {
-		if strings.Contains(words, " "+strings.ToLower(reason)+" ") {
-			return name
-		}
-	}
-	return reason
+	return cmp.Or(map[string]string{"": "stop", "stop": "stop", "stop_sequence": "stop", "eos": "stop", "eos_token": "stop", "end_turn": "stop", "end": "stop", "complete": "stop", "completed": "stop",
+		"tool_calls": "tool_calls", "tool_call": "tool_calls", "tool_use": "tool_calls", "function_call": "tool_calls", "length": "length", "max_tokens": "length", "max_output_tokens": "length", "model_length": "length"}[strings.ToLower(reason)], reason)
 }
 
 // addUsage takes a usage object. Its counts are running totals, so the last one
 // stands; zeros are a placeholder.
 func (b *builder) addUsage(o object) {
+	if o == nil {
+		return
+	}
 	in, out := parse(o.get("prompt_tokens_details", "input_tokens_details")), parse(o.get("completion_tokens_details", "output_tokens_details"))
-	u := &usage{number(o.get("prompt_tokens", "input_tokens")), number(o.get("completion_tokens", "output_tokens")),
-		cmp.Or(number(in.get("cached_tokens")), number(o.get("prompt_cache_hit_tokens"))), number(out.get("reasoning_tokens"))}
+	u := &usage{number(o.get("prompt_tokens", "input_tokens")), number(o.get("completion_tokens", "output_tokens")), cmp.Or(number(in.get("cached_tokens")), number(o.get("prompt_cache_hit_tokens"))), number(out.get("reasoning_tokens"))}
 	if *cmp.Or(u.input, new(int64))+*cmp.Or(u.output, new(int64)) > 0 {
 		b.usage = u
 	}
 }
 
-// fault is what an error body says: its message, an HTTP status among its
-// fields (0 = none), and its codes, types and parameter names.
-type fault struct {
-	message, words string
-	code           int
+// refusal finds the error in a body: JSON, the data of an event stream, a web
+// page or plain text. status 0: it came inside an answer.
+func refusal(raw []byte, status int, prefix string) *apiError {
+	e := &apiError{}
+	e.read(regexp.MustCompile(`(?s)^\s*(?:\w*:[^\n]*\n)*?data:(.*?)(?:\r?\n\r?\n.*)?$`).ReplaceAll(raw, []byte("$1")), 0)
+	e.status, e.said, e.message = cmp.Or(status, e.status), strings.ToLower(e.message+e.said), prefix+e.message
+	e.category, e.retryable = classify(e.status, status == 0, e.said)
+	return e
 }
 
-// readFault finds the error in a body: JSON, the data of an event stream, a web page or plain text.
-func readFault(raw []byte) *fault {
-	f := &fault{}
-	for data, err := range (&eventReader{src: bytes.NewReader(raw)}).events {
-		if err == nil {
-			raw = data
-		}
-		break
-	}
-	f.read(raw, 0)
-	return f
-}
-
-// read walks down the keys under which servers and gateways put their errors; a string may hold JSON again.
-func (f *fault) read(raw []byte, depth int) {
-	plain := strings.Join(strings.Fields(strings.ToValidUTF8(string(raw[:min(len(raw), maxErrorBody)]), "\ufffd")), " ")
-	o := object(nil)
-	if json.Valid(raw) {
-		o = parse(bytes.TrimSpace(raw))
-	}
+// read walks down the keys under which servers and gateways put their errors; a
+// string may hold JSON again. It collects the message, the codes and names, and
+// a status among them.
+func (e *apiError) read(raw []byte, depth int) {
+	plain, o := strings.Join(strings.Fields(strings.ToValidUTF8(string(raw), "\ufffd")), " "), object(nil)
 	if page := regexp.MustCompile(`(?i)^<.*?(<title[^>]*>(.*?)</title>|$)`).FindStringSubmatch(plain); page != nil && depth == 0 {
 		plain = cmp.Or(page[2], regexp.MustCompile(`<[^>]*>`).ReplaceAllString(plain, " "))
+	} else if raw = bytes.TrimSpace(raw); json.Valid(raw) {
+		o = parse(raw)
 	}
-	switch {
-	case depth > maxFaultDepth || plain == "null" || strings.Contains(f.message, plain):
-	case plain[0] == '"' && json.Valid(raw):
-		f.read([]byte(str(bytes.TrimSpace(raw))), depth+1)
+	switch again := str(raw); {
+	case depth > maxFaultDepth || plain == "null" || strings.Contains(e.message, plain):
+	case again != "":
+		e.read([]byte(again), depth+1)
 	case o == nil:
-		f.message += strings.Repeat("; ", min(len(f.message), 1)) + plain
-		f.message = strings.ToValidUTF8(f.message[:min(len(f.message), maxMessage)], "")
+		e.message += strings.Repeat("; ", min(len(e.message), 1)) + plain
+		e.message = strings.ToValidUTF8(e.message[:min(len(e.message), maxMessage)], "")
 	}
 	for _, m := range o {
 		switch word := word(m.val); string(m.key) {
-		case "", "error", "errors", "message", "detail", "msg", "loc", "status_msg", "base_resp", "metadata", "raw", "error_description":
-			f.read(m.val, depth+1)
+		case "", "choices", "error", "errors", "message", "detail", "msg", "loc", "status_msg", "base_resp", "metadata", "raw", "error_description":
+			e.read(m.val, depth+1)
 		case "code", "status", "status_code", "type", "param", "error_type", "details":
 			if n, _ := strconv.Atoi(word); n >= 400 && n < 600 {
-				f.code = cmp.Or(f.code, n)
+				e.status = cmp.Or(e.status, n)
 			}
-			f.words += " " + word[:min(len(word), maxMessage)]
+			e.said += " " + word[:min(len(word), maxMessage)]
 		}
 	}
-}
-
-// error gives the fault as ours.
-func (f *fault) error(status int, prefix string) *apiError {
-	e := &apiError{message: prefix + f.message, said: strings.ToLower(f.message + f.words), status: status}
-	if status < 300 {
-		e.status = f.code
-	}
-	e.category, e.retryable = classify(e.status, status < 300, e.said)
-	return e
 }
 
 // classify gives a server's answer its category, once for the whole program,
@@ -879,30 +811,27 @@ func (f *fault) error(status int, prefix string) *apiError {
 func classify(status int, inside bool, said string) (category string, retryable bool) {
 	vague := status == 0 || status >= 500
 	has := func(words string) bool { return regexp.MustCompile(words).MatchString(said) }
-	for _, rule := range []struct {
+	type rule struct {
 		category           string
 		retryable, applies bool
-	}{
-		{"context_length", false, status == 413 || !slices.Contains([]int{401, 403, 404, 429}, status) &&
-			has(`context[_ ](length|size|window)|maximum context|(prompt|input) (is )?too long`)},
-		{"billing", false, status == 402 || !has(`resource_exhausted`) && // Gemini says that with its quota per minute
-			has(`insufficient[_ ](quota|balance|credit|funds)|credit balance|billing_|payment required|exceeded your current quota`)},
+	}
+	rules := []rule{
+		{"context_length", false, status == 413 || !slices.Contains([]int{401, 403, 404, 429}, status) && has(`context[_ ](length|size|window)|maximum context|(prompt|input) (is )?too long`)},
+		{"billing", false, status == 402 || !has(`resource_exhausted`) && has(`insufficient[_ ](quota|balance|credit|funds)|credit balance|billing_|payment required|exceeded your current quota`)}, // Gemini says RESOURCE_EXHAUSTED with its quota per minute
 		{"auth", false, status == 401 || status == 403 || vague && has(`invalid[_ ]api[_ ]key|authentication_error|unauthorized|permission_denied`)},
 		{"not_found", false, status == 404 || status == 405 || status/100 == 3 || has(`model_not_found`) || vague && has(`not_found_error`)},
 		{"rate_limit", true, status == 429 || vague && has(`rate[_ ]limit|too many (requests|tokens)|resource_exhausted`)},
-		{"bad_request", false, vague && has(`jinja|chat template|must alternate|server flag| --[a-z]`)}, // of the model or the server's start: it will fail again
+		{"bad_request", false, vague && has(`jinja|chat template|must alternate|server flag| --[a-z]`)}, // the model or the server's start is wrong: it will fail again
 		{"server", false, vague && has(`(failed to|unable to|could not|cannot be) load`)},
 		{"overloaded", true, status == 503 || status == 529 || vague && has(`overloaded|loading model|model is loading|at capacity|unavailable|server is busy`)},
 		{"bad_request", false, status == 0 && has(`invalid[_ ]request|bad_?request|invalid_argument`)},
 		{"stream_error", true, inside && vague},
 		{"server", true, status >= 500 || status == 408 || status == 425},
 		{"unsupported_param", false, has(`unsupported_(parameter|value)|extra_forbidden|\b(stream_options|parallel_tool_calls|temperature|top_p|max_tokens|max_completion_tokens|seed|reasoning_effort)\b`)},
-	} {
-		if rule.applies {
-			return rule.category, rule.retryable
-		}
+		{"bad_request", false, true},
 	}
-	return "bad_request", false
+	first := rules[slices.IndexFunc(rules, func(r rule) bool { return r.applies })]
+	return first.category, first.retryable
 }
 
 // retryAfter reads what the server asks to wait: milliseconds if given, else
@@ -911,17 +840,17 @@ func retryAfter(h http.Header, now time.Time) (wait time.Duration, ok bool) {
 	if at, err := http.ParseTime(h.Get("Retry-After")); err == nil {
 		wait, ok = max(at.Sub(now), 0), true
 	}
-	for _, name := range []string{"Retry-After", "Retry-After-Ms"} {
+	for i, name := range []string{"Retry-After", "Retry-After-Ms"} {
 		if n, err := strconv.ParseFloat(strings.TrimSpace(h.Get(name)), 64); err == nil && n >= 0 {
-			unit := map[string]time.Duration{"Retry-After": time.Second, "Retry-After-Ms": time.Millisecond}[name]
+			unit := []time.Duration{time.Second, time.Millisecond}[i]
 			wait, ok = time.Duration(min(n*float64(unit), float64(farFuture))), true
 		}
 	}
 	return wait, ok
 }
 
-// recorded is one line of a recording: one response as received. end is eof,
-// cut for a read error, or open where we closed first.
+// recorded is one line of a recording: one response as received. end is what
+// ended the body: EOF, the text of a read error, or open where we closed first.
 type recorded struct {
 	Status  int             `json:"status"`
 	Headers http.Header     `json:"headers"`
@@ -941,24 +870,22 @@ func (t *recorded) add(p []byte, err error, ours bool) {
 	if !utf8.Valid(p) {
 		piece = recordedPiece{Base64: bytes.Clone(p)}
 	}
-	if t.Body = append(t.Body, piece); err == io.EOF {
-		t.End = "eof"
-	} else if err != nil && !ours {
-		t.End = "cut"
+	if t.Body = append(t.Body, piece); err != nil && !ours {
+		t.End = err.Error()
 	}
 }
 
-// write appends the line to w. Requests, keys and cookies never get there.
-func (t *recorded) write(w io.Writer) error {
-	t.Headers = t.Headers.Clone()
-	maps.DeleteFunc(t.Headers, func(key string, _ []string) bool {
-		return !slices.Contains([]string{"Content-Type", "Content-Encoding", "Location", "Retry-After", "Retry-After-Ms"}, key)
-	})
-	raw, err := json.Marshal(t)
-	if err == nil {
-		_, err = w.Write(append(raw, '\n'))
+// redact takes the key out of a body that repeats it; such a body loses its read
+// boundaries, where the key may be split.
+func redact(body []recordedPiece, key string) []recordedPiece {
+	var whole []byte
+	for _, p := range body {
+		whole = append(append(whole, p.Text...), p.Base64...)
 	}
-	return err
+	if key == "" || !bytes.Contains(whole, []byte(key)) {
+		return body
+	}
+	return []recordedPiece{{Base64: bytes.ReplaceAll(whole, []byte(key), []byte("[key]"))}}
 }
 
 // newReplayer gives a transport that answers from a recording, in order,
@@ -969,8 +896,8 @@ func newReplayer(data []byte) (http.RoundTripper, error) {
 		var line recorded
 		d := json.NewDecoder(bytes.NewReader(raw))
 		d.DisallowUnknownFields()
-		if err := d.Decode(&line); err != nil || d.More() || raw[len(raw)-1] != '\n' || line.Status < 100 || !slices.Contains([]string{"eof", "cut", "open"}, line.End) {
-			return nil, fmt.Errorf("read the recording, line %d: it is no whole response as --record writes it: %w", len(lines)+1, cmp.Or(err, errReplayEnd))
+		if err := d.Decode(&line); err != nil || d.More() || raw[len(raw)-1] != '\n' || line.Status < 100 || line.End == "" {
+			return nil, fmt.Errorf("read the recording, line %d: no whole response as --record writes it: %w", len(lines)+1, cmp.Or(err, io.ErrUnexpectedEOF))
 		}
 		lines = append(lines, line)
 	}
@@ -979,22 +906,14 @@ func newReplayer(data []byte) (http.RoundTripper, error) {
 		if next == len(lines) {
 			return nil, fmt.Errorf("%w after %d", errReplayEnd, next)
 		}
-		line, rest := lines[next], []byte(nil)
+		line, body := lines[next], []io.Reader(nil)
+		for _, piece := range line.Body { // a MultiReader gives each piece as a read of its own
+			body = append(body, strings.NewReader(piece.Text), bytes.NewReader(piece.Base64))
+		}
+		end := cmp.Or(map[string]error{io.EOF.Error(): io.EOF, "open": errSilent}[line.End], errors.New(line.End))
+		body = append(body, readerFunc(func([]byte) (int, error) { return 0, end }))
 		next++
-		return &http.Response{StatusCode: line.Status, Header: line.Headers, Body: io.NopCloser(readerFunc(func(p []byte) (int, error) {
-			if len(rest) == 0 && len(line.Body) == 0 {
-				if line.End == "open" {
-					<-req.Context().Done()
-				}
-				return 0, map[bool]error{true: io.EOF, false: io.ErrUnexpectedEOF}[line.End == "eof"]
-			}
-			if len(rest) == 0 {
-				rest, line.Body = append(line.Body[0].Base64, line.Body[0].Text...), line.Body[1:]
-			}
-			n := copy(p, rest)
-			rest = rest[n:]
-			return n, nil
-		}))}, nil
+		return &http.Response{StatusCode: line.Status, Header: line.Headers, Body: io.NopCloser(io.MultiReader(body...))}, nil
 	}), nil
 }
 
@@ -1015,9 +934,6 @@ type object []struct{ key, val []byte }
 // let "Content" overwrite "content") and values are not copied, which makes
 // this three times as fast.
 func parse(raw []byte) (o object) {
-	if len(raw) < 2 || raw[0] != '{' && raw[0] != '[' {
-		return nil
-	}
 	var key []byte
 	for i, depth, start := 0, 0, 1; i < len(raw); i++ {
 		switch c := raw[i]; {
@@ -1030,7 +946,7 @@ func parse(raw []byte) (o object) {
 		case c == '{' || c == '[':
 			depth++
 		case c == ':' && depth == 1:
-			key, start = bytes.Trim(raw[start:i], " \t\r\n\""), i+1
+			key, start = bytes.Trim(raw[start:i], "\" \t\r\n"), i+1
 		case depth == 1 && (c == ',' || c == '}' || c == ']'):
 			if val := bytes.TrimSpace(raw[start:i]); len(val) > 0 {
 				o = append(o, struct{ key, val []byte }{key, val})
@@ -1045,58 +961,40 @@ func parse(raw []byte) (o object) {
 
 // get gives the last value under one of keys, nil if there is none.
 func (o object) get(keys ...string) []byte {
-	for _, m := range slices.Backward(o) {
-		if slices.Contains(keys, string(m.key)) {
-			return m.val
+	for i := len(o) - 1; i >= 0; i-- {
+		if slices.ContainsFunc(keys, func(key string) bool { return key == string(o[i].key) }) {
+			return o[i].val
 		}
 	}
 	return nil
 }
 
 // str decodes a JSON string, with bad UTF-8 replaced; anything else is "".
-func str(raw []byte) (s string) {
-	if len(raw) > 0 && raw[0] == '"' && json.Unmarshal(raw, &s) != nil {
-		return "" // cannot be: raw is valid
+func str(raw []byte) string {
+	if len(raw) < 2 || raw[0] != '"' {
+		return ""
 	}
+	var s string
+	_ = json.Unmarshal(raw, &s) // cannot fail: raw is valid
 	return s
 }
 
 // word gives a string, or the text of any other value; null is absent.
-func word(raw []byte) string {
-	if len(raw) == 0 || raw[0] == '"' || raw[0] == 'n' {
-		return str(raw)
-	}
-	return string(raw)
-}
-
-// words joins the text in a part of a content list.
-func words(raw []byte) string {
-	s := str(raw)
-	for _, m := range parse(raw) {
-		if slices.Contains([]string{"", "text", "thinking"}, string(m.key)) {
-			s += words(m.val)
-		}
-	}
-	return s
-}
+func word(raw []byte) string { return cmp.Or(str(raw), strings.Trim(string(raw), "\"nul")) }
 
 // number gives a count; nil for what is none. Some servers send 12.0 or "12".
 func number(raw []byte) *int64 {
 	f, err := strconv.ParseFloat(word(raw), 64)
-	if n := int64(f); err == nil && f >= 0 && f < 1<<53 {
-		return &n
+	if err == nil && f >= 0 && f < 1<<53 {
+		return new(int64(f))
 	}
 	return nil
 }
 
 // present says whether a value is there and means something.
-func present(raw []byte) bool {
-	return !slices.Contains([]string{"", "null", `""`, "{}", "[]", "false", "0"}, string(raw))
-}
+func present(v []byte) bool { return !strings.Contains(`,,null,"",{},[],false,0,`, ","+string(v)+",") }
 
-func isObject(raw []byte) bool {
-	return bytes.HasPrefix(bytes.TrimSpace(raw), []byte("{")) && json.Valid(raw)
-}
+func isObject(raw []byte) bool { return len(raw) > 1 && raw[0] == '{' && json.Valid(raw) }
 
 // escapeControls repairs the one fault of arguments that leaves their meaning
 // clear: control characters that stand bare in strings.
@@ -1106,22 +1004,10 @@ func escapeControls(raw []byte) []byte {
 	})
 }
 
-// mentions says whether text has name as a whole word: reasoning_content is no complaint about content.
-func mentions(text, name string) bool {
-	return regexp.MustCompile(`(^|[^\w-])` + name + `($|[^\w-])`).MatchString(text)
-}
-
 // bareURL is a URL without user, query and fragment, which may hold secrets.
 func bareURL(raw string) string { return regexp.MustCompile(`[?#].*|[^/]*@`).ReplaceAllString(raw, "") }
 
 func quote(s string) string {
 	raw, _ := json.Marshal(s) // a string cannot fail
 	return string(raw)
-}
-
-// tell calls f if there is one.
-func tell[T any](f func(T), v T) {
-	if f != nil {
-		f(v)
-	}
 }
