@@ -31,10 +31,9 @@ import (
 // processes through procs.go only.
 
 const (
-	atomicWrite   = 4096                   // PIPE_BUF: a write of at most this many bytes is whole or not at all, pipe(7)
-	lastLines     = time.Second            // for the last lines of a run that did not complete
-	releaseBound  = 5 * time.Second        // of a release up to its receipts
-	lateWrite     = 100 * time.Millisecond // for a write that a signal finds under way: a reader that is there takes it at once
+	atomicWrite   = 4096            // PIPE_BUF: a write of at most this many bytes is whole or not at all, pipe(7)
+	lastLines     = time.Second     // for the last lines of a run that did not complete
+	releaseBound  = 5 * time.Second // of a release up to its receipts
 	superviseTick = 500 * time.Millisecond
 	progressTick  = 60 * time.Second // text format: a sign of life while a tool runs
 	agentsMax     = 32 << 10         // bytes of AGENTS.md
@@ -129,7 +128,7 @@ func some[T comparable](v T) *T {
 type printer struct {
 	// set once
 	format, program string
-	stdout, stderr  io.Writer
+	stdout, stderr  *os.File
 	queue           chan printed
 	fail            context.CancelCauseFunc
 
@@ -161,39 +160,42 @@ func (p *printer) writeLoop() {
 	}
 }
 
-// write returns when b is written, or with ctx. Nothing is begun after ctx has
-// ended (a select would toss a coin), and what is under way then has lateWrite:
-// what a reader got whole must not be called a failure.
+// write returns when b is written, or with ctx.
 func (p *printer) write(ctx context.Context, b []byte) error {
-	w, late := printed{b, make(chan error, 1)}, make(<-chan time.Time)
-	queue, ended := p.queue, ctx.Done()
-	for ctx.Err() == nil || queue == nil {
+	w := printed{b, make(chan error, 1)}
+	select {
+	case p.queue <- w:
 		select {
-		case queue <- w:
-			queue = nil
 		case err := <-w.ack:
 			return err
-		case <-ended:
-			ended, late = nil, time.After(lateWrite)
-		case <-late:
-			return context.Cause(ctx)
+		case <-ctx.Done():
 		}
+	case <-ctx.Done():
 	}
 	return context.Cause(ctx)
 }
 
-// say prints for people. Control characters are replaced, further lines are
-// indented, so that neither a terminal nor a CI runner obeys foreign text.
+// say prints for people, and so that neither a terminal nor a CI runner obeys
+// foreign text: control characters are replaced, further lines begin with a bar
+// (GitHub takes ::command:: behind blanks), and of two # the second is replaced
+// (##[command] and ##vso[command] count anywhere in a line). A stderr that
+// takes nothing for lastLines loses the line; it never stops the run.
 func (p *printer) say(format string, args ...any) {
+	last := ' '
 	text := strings.Map(func(r rune) rune {
-		if unicode.IsControl(r) && r != '\n' && r != '\t' {
-			return '\uFFFD'
+		if unicode.IsControl(r) && r != '\n' && r != '\t' || r == '#' && last == '#' {
+			r = '\uFFFD'
 		}
+		last = r
 		return r
 	}, fmt.Sprintf(format, args...))
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	io.WriteString(p.stderr, strings.ReplaceAll(text, "\n", "\n    ")+"\n")
+	for piece := range slices.Chunk([]byte(strings.ReplaceAll(text, "\n", "\n  | ")+"\n"), atomicWrite) {
+		if takesOneWrite(int(p.stderr.Fd()), lastLines) {
+			p.stderr.Write(piece)
+		}
+	}
 }
 
 // emit is the sink of a run's events. The text format shows some fields of
@@ -304,15 +306,18 @@ func (a *arguments) check(tool string, raw json.RawMessage) (unknown []string, e
 		}
 	}
 	var odd *json.UnmarshalTypeError
-	err = json.Unmarshal(jsonOf(given), a)
-	missing := slices.IndexFunc(needs, func(name string) bool { return given[name] == nil })
-	switch {
-	case errors.As(err, &odd):
-		err = fmt.Errorf("%s must be a %s, not a %s", odd.Field, odd.Type, odd.Value)
-	case missing >= 0:
-		err = fmt.Errorf("%s is missing; %s needs %s", needs[missing], tool, strings.Join(needs, ", "))
-	case min(a.Offset, a.Limit, a.Timeout) < 0 || a.Offset+a.Limit+a.Timeout != math.Trunc(a.Offset+a.Limit+a.Timeout):
-		err = errors.New("a number must be an integer, 1 or more")
+	if err = json.Unmarshal(jsonOf(given), a); errors.As(err, &odd) {
+		err = fmt.Errorf("%s must be %s, not a %s", strings.ToLower(odd.Field), map[string]string{"bool": "a boolean", "float64": "an integer", "string": "a string"}[odd.Type.String()], odd.Value)
+	}
+	for name, n := range map[string]float64{"timeout_ms": a.Timeout, "offset": a.Offset, "limit": a.Limit} {
+		if err == nil && given[name] != nil && (n < 1 || n > math.MaxInt32 || n != math.Trunc(n)) {
+			err = fmt.Errorf("%s must be an integer from 1 to %d", name, math.MaxInt32)
+		}
+	}
+	for _, name := range needs {
+		if err == nil && given[name] == nil {
+			err = fmt.Errorf("%s is missing; %s needs %s", name, tool, strings.Join(needs, ", "))
+		}
 	}
 	return unknown, err
 }
@@ -384,12 +389,13 @@ func (a *agent) add(kind string, m message) error {
 // append their results, until a reply has none. It gives the answer.
 func (a *agent) run(ctx context.Context) (answer string, err error) {
 	for lengths := 0; err == nil; {
-		switch a.turns++; {
-		case a.turns > a.maxTurns:
+		switch {
+		case a.turns >= a.maxTurns:
 			return "", failed("budget_exhausted", "%d model calls (--max-turns) are spent and the model wants more", a.maxTurns)
 		case a.maxTokens > 0 && value(a.total[0])+value(a.total[1]) >= a.maxTokens:
 			return "", failed("budget_exhausted", "the %d tokens of limits.max_total_tokens are spent and the model wants more", a.maxTokens)
 		}
+		a.turns++
 		var r *reply
 		if r, err = a.ask(ctx); err != nil {
 			break
@@ -566,7 +572,7 @@ func (a *agent) bash(ctx context.Context, args arguments) (r toolResult) {
 	fi, err := os.Stat(args.Cwd)
 	switch {
 	case !slices.Contains([]string{"", "run", "wait", "cancel"}, args.Action):
-		return refused("action must be run, wait or cancel, not %q", args.Action)
+		return refused("action must be one of run, wait, cancel, not %q", args.Action)
 	case args.Action == "cancel" && (len(tasks) > 0 || args.All):
 		for _, j := range tasks {
 			j.cancelled.Store(true)
@@ -631,11 +637,11 @@ func (a *agent) service(args arguments) toolResult {
 // belay ended it, if it did.
 func (a *agent) report(j *job, ended string) toolResult {
 	over := j.over.Load() // only then the job's fields are ours to read
-	text, omitted := j.out.take(!over)
+	text, omitted, lost := j.out.take(!over)
 	r := toolResult{text: strings.TrimSuffix(cmp.Or(text, "(no output)"), "\n"), truncated: omitted > 0}
 	if f := j.out.file; r.truncated && f != nil {
 		r.path = f.Name()
-		r.text += fmt.Sprintf("\n(the output, up to %d MiB, is in %s)", spillMax>>20, r.path)
+		r.text += fmt.Sprintf("\n(the output, up to %d MiB, is in %s%s)", spillMax>>20, r.path, map[bool]string{true: "; it could not be written to the end, so the rest is lost"}[lost])
 	}
 	state := ""
 	switch {
@@ -674,6 +680,37 @@ func leftOver(left string) string {
 	return "\ncould not be ended: " + left
 }
 
+// version is the tag or commit that the build knows of.
+func version() string {
+	info, ok := debug.ReadBuildInfo()
+	if !ok || info.Main.Version == "" {
+		return "(devel)"
+	}
+	return info.Main.Version
+}
+
+// source opens what a run reads and records: the prompt, and a recording in
+// place of the network; data is the demo's.
+func source(cfg *config, stdin io.Reader, data []byte) (transport http.RoundTripper, record io.Writer, err error) {
+	if cfg.promptFromStdin {
+		var b []byte
+		if b, err = io.ReadAll(stdin); err == nil && len(b) == 0 {
+			err = errors.New("the prompt on stdin is empty")
+		}
+		cfg.prompt = string(b)
+	}
+	if err == nil && cfg.replay != "" {
+		data, err = os.ReadFile(cfg.replay)
+	}
+	if err == nil && (cfg.replay != "" || cfg.command == "demo") {
+		transport, err = newReplayer(data)
+	}
+	if err == nil && cfg.record != "" {
+		record, err = os.OpenFile(cfg.record, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	}
+	return transport, record, err
+}
+
 // execution is one run of exec.
 type execution struct {
 	// set once
@@ -694,6 +731,11 @@ func runExec(ctx context.Context, cfg *config, h *host, interrupts []interrupt, 
 	x := &execution{cfg: cfg, host: h, interrupts: interrupts, stdout: stdout, id: randomHex() + randomHex(), began: time.Now()}
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
+	if cfg.timeout > 0 { // around the writes too: a reader that stands still does not stop the clock
+		var stop context.CancelFunc
+		ctx, stop = context.WithTimeoutCause(ctx, cfg.timeout, &ending{124, "failed", "timeout", fmt.Sprintf("--timeout %s ran out", cfg.timeout)})
+		defer stop()
+	}
 	x.printer = &printer{format: cfg.format, program: cfg.program, stdout: stdout, stderr: stderr, queue: make(chan printed), fail: fail}
 	if cfg.auto {
 		var err error
@@ -714,7 +756,7 @@ func runExec(ctx context.Context, cfg *config, h *host, interrupts []interrupt, 
 	written, watched := make(chan struct{}), make(chan struct{})
 	// owner: runExec; ends when queue is closed and the last write returned; joined by written, for lastLines at most
 	go func() { defer close(written); x.printer.writeLoop() }()
-	// owner: runExec; ends with ctx; joined by watched
+	// owner: runExec; ends when ctx does; joined by watched
 	go func() { defer close(watched); x.supervise(ctx, fail) }()
 	answer, err := x.converse(ctx)
 	code := x.finish(ctx, answer, err)
@@ -759,11 +801,6 @@ func (x *execution) converse(ctx context.Context) (answer string, err error) {
 		}
 	}()
 	a, cfg := x.agent, x.cfg
-	if cfg.timeout > 0 {
-		var stop context.CancelFunc
-		ctx, stop = context.WithTimeoutCause(ctx, cfg.timeout, &ending{124, "failed", "timeout", fmt.Sprintf("--timeout %s ran out", cfg.timeout)})
-		defer stop()
-	}
 	a.emit("start", "session_id", x.id, "model", cfg.model, "workspace", cfg.workspace, "sandbox", cfg.sandbox, "network", cfg.network || x.jobs == nil || x.jobs.confine == nil, "version", version())
 	switch {
 	case !cfg.sandboxFlag || cfg.sandbox != "danger-full-access":
@@ -896,15 +933,24 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 	if err := recordRelease(x.cfg.home, list); err != nil {
 		x.printer.emit(ctx, "notice", "message", fmt.Sprintf("the release is not recorded in %s: %v", x.cfg.home, err))
 	}
-	// In stream-json all goes out in one write(2), whole or not at all, and from the moment that it is sure to
-	// happen signals are held; else signals count until the last byte.
-	lines, write := x.closing(endingOf(nil), answer, list), ctx
-	if x.cfg.format == "stream-json" && list != nil && len(lines) <= atomicWrite && takesOneWrite(int(x.stdout.Fd()), releaseBound) {
-		x.host.hold(true)
-		write = context.Background()
-	}
-	if err = context.Cause(ctx); err == nil {
-		err = x.printer.write(write, lines)
+	// In pieces that stdout takes at once: what is not out when the run is ended never gets out, so that no reader finds
+	// a completed result of a run whose services were ended. In stream-json it is one write(2), whole or not at all,
+	// and from the moment that it is sure to happen signals are held; else signals count until the last byte.
+	lines := x.closing(endingOf(nil), answer, list)
+	held := x.cfg.format == "stream-json" && list != nil && len(lines) <= atomicWrite
+	for piece := range slices.Chunk(lines, atomicWrite) {
+		for err = context.Cause(ctx); err == nil && !takesOneWrite(int(x.stdout.Fd()), superviseTick); {
+			err = context.Cause(ctx)
+		}
+		if x.host.hold(held && err == nil); err == nil {
+			err = context.Cause(ctx)
+		}
+		if err == nil {
+			err = x.printer.write(context.Background(), piece)
+		}
+		if err != nil {
+			break
+		}
 	}
 	if x.host.hold(err == nil && list != nil); err == nil {
 		x.letGo(ctx, services, list)

@@ -48,7 +48,6 @@ const (
 
 	bareKey       = `[A-Za-z0-9_-]+` // what TOML 1.0 allows in a key without quotes
 	maxSocketPath = 107              // bytes: sun_path of unix(7) is 108 with its NUL
-	maxName       = 200              // bytes of a text that goes to a server: no name is longer, a pasted file is
 	maxShown      = 64               // bytes of a refused value that an error repeats
 	maxNested     = 8                // arrays in arrays: the schema needs one; bounds the recursion
 	minute        = 60_000
@@ -187,16 +186,16 @@ func loadConfig(args, env []string, cwd string) (*config, error) {
 func (l *loader) schema() []*field {
 	const models = "BELAY_MODEL CODEWHALE_MODEL DEEPSEEK_MODEL OPENAI_MODEL"
 	const urls = "BELAY_BASE_URL CODEWHALE_BASE_URL DEEPSEEK_BASE_URL OPENAI_BASE_URL"
-	const maxInt, variable, everyClient = 1<<31 - 1, "[A-Za-z_][A-Za-z0-9_]*", "exec demo turn status sessions cancel shutdown services"
+	const maxInt, variable, printable = 1<<31 - 1, "[A-Za-z_][A-Za-z0-9_]*", `[^[:cntrl:]"]{1,200}` // no name is longer, a pasted file is
 	return []*field{
 		{key: "infer.socket", form: "socket", dst: &l.server},
 		{key: "infer.base_url", flag: "base-url", env: urls, form: "url", dst: &l.server},
-		{key: "infer.model", flag: "model", env: models, form: "printable", dst: &l.model},
+		{key: "infer.model", flag: "model", env: models, form: printable, dst: &l.model},
 		{key: "infer.api_key_env", form: variable, dst: &l.keyFrom}, {key: "infer.api_key_file", form: "path", dst: &l.keyFrom},
 		{key: "infer.api_key_header", form: "[A-Za-z0-9_-]+", dst: &l.keyHeader},
 		{key: "infer.max_tokens", dst: &l.maxTokens, lo: 1, hi: maxInt}, {key: "infer.seed", dst: &l.seed, lo: -1 << 63, hi: 1<<63 - 1},
 		{key: "infer.temperature", dst: &l.temperature, hi: 100}, {key: "infer.top_p", dst: &l.topP, hi: 1},
-		{key: "infer.reasoning_effort", form: "printable", dst: &l.reasoningEffort},
+		{key: "infer.reasoning_effort", form: printable, dst: &l.reasoningEffort},
 		{key: "infer.allow_insecure_http", env: "BELAY_ALLOW_INSECURE_HTTP", dst: &l.allowHTTP, def: "false"},
 		{key: "infer.wait_for_server", dst: &l.waitForServer, def: "false"},
 		{key: "slots.main", dst: &l.slotMain, hi: 127, def: "0"}, {key: "slots.background", dst: &l.slotBackground, hi: 127, def: "1"},
@@ -211,7 +210,8 @@ func (l *loader) schema() []*field {
 		{key: "limits.drain_ms", dst: &l.drain, hi: hour, def: "30000"},
 		{key: "limits.load_timeout_ms", dst: &l.loadTimeout, lo: 1000, hi: 24 * hour, def: "600000"},
 		{key: "limits.max_frame_bytes", dst: &l.maxFrame, lo: 64 << 10, hi: 15 << 20, def: "8388608"},
-		{key: "limits.max_clients", dst: &l.maxClients, lo: 1, hi: 1024, def: "64"}, {key: "limits.max_queue", dst: &l.maxQueue, hi: 1024, def: "16"},
+		{key: "limits.max_clients", dst: &l.maxClients, lo: 1, hi: 1024, def: "64"},
+		{key: "limits.max_queue", dst: &l.maxQueue, hi: 1024, def: "16"},
 		{key: "exec.sandbox", flag: "sandbox", on: "exec", env: "BELAY_SANDBOX", dst: &l.sandbox, def: "workspace-write",
 			form: "read-only|workspace-write|external-sandbox|danger-full-access"},
 		{key: "exec.network", flag: "network", on: "exec", env: "BELAY_NETWORK", dst: &l.network, def: "false"},
@@ -222,10 +222,11 @@ func (l *loader) schema() []*field {
 		{flag: "config", env: "BELAY_CONFIG_PATH", form: "path", dst: &l.conf},
 		{flag: "no-project-config", dst: &l.noProjectConfig}, {flag: "verbose", dst: &l.verbose},
 		{flag: "help h", dst: &l.help}, {flag: "version", dst: &l.version}, {flag: "auto", on: "exec", dst: &l.auto},
-		{flag: "timeout", on: "exec", form: "duration", dst: &l.timeoutArg}, {flag: "json", on: everyClient, dst: &l.jsonOut},
+		{flag: "timeout", on: "exec", form: "duration", dst: &l.timeoutArg},
+		{flag: "json", on: "exec demo turn status sessions cancel shutdown services", dst: &l.jsonOut},
 		{flag: "output-format", on: "exec demo", form: "text|json|stream-json", dst: &l.format},
-		{flag: "append-system-prompt", on: "exec", dst: &l.appendPrompt}, {flag: "now", on: "shutdown", dst: &l.now},
-		{flag: "record", on: "exec", dst: &l.record}, {flag: "replay", on: "exec", dst: &l.replay},
+		{flag: "append-system-prompt", on: "exec", dst: &l.appendPrompt}, {flag: "record", on: "exec", dst: &l.record},
+		{flag: "replay", on: "exec", dst: &l.replay}, {flag: "now", on: "shutdown", dst: &l.now},
 		{flag: "session", on: "turn", dst: &l.session}, {flag: "resume", on: "turn", dst: &l.resume},
 	}
 }
@@ -462,8 +463,6 @@ func (l *loader) text(form, s string) (kept, allowed string) {
 	case "duration":
 		d, err := time.ParseDuration(s)
 		return keep(s, err == nil && d >= 0), "a duration such as 10m, not negative"
-	case "printable":
-		return keep(s, len(s) <= maxName && strconv.Quote(s) == `"`+s+`"` && strings.TrimSpace(s) == s), "1 to 200 printable bytes without quotes"
 	}
 	form = cmp.Or(form, "(?s).+")
 	return keep(s, regexp.MustCompile("^("+form+")$").MatchString(s)), "text that matches " + form
@@ -485,7 +484,7 @@ func (l *loader) finish(reads bool) {
 	l.demand(c != "serve" || l.expectTemplate != "" && l.expectCtx > 0 && l.expectSlots > 0,
 		"serve needs expect.template_sha256, expect.n_ctx and expect.slots: `%s probe --config FILE` prints them", l.program)
 	l.demand(max(l.slotMain, l.slotBackground) < slots && (l.slotMain != l.slotBackground || slots == 1),
-		"slots: found main %d and background %d, allowed two below expect.slots %d that differ (1: equal)", l.slotMain, l.slotBackground, slots)
+		"slots: found main %d and background %d, allowed two below %d that differ (1: equal)", l.slotMain, l.slotBackground, slots)
 	// A workspace that is missing would fail each command of a run, one by one and on the model's
 	// account.
 	info, err := os.Stat(l.workspace)
@@ -537,9 +536,9 @@ func (l *loader) findServer(reads bool) {
 		place := endpoint(l.server)
 		if vendor == "" || place == endpoint("https://"+vendor) || reads && place == endpoint(l.environ[p[0]+"_BASE_URL"]) {
 			l.useKey(name, key, "env "+name)
-		} else if u, _ := url.Parse(place); key != "" {
+		} else if key != "" {
 			const note = "%s not sent to %s: it belongs to %s or %s_BASE_URL; set BELAY_API_KEY to send it"
-			l.keyNote = cmp.Or(l.keyNote, fmt.Sprintf(note, name, cmp.Or(u.Hostname(), place), vendor, p[0]))
+			l.keyNote = cmp.Or(l.keyNote, fmt.Sprintf(note, name, cmp.Or(hostOf(place), place), vendor, p[0]))
 		}
 	}
 	l.boundKey()
@@ -552,10 +551,10 @@ func (l *loader) findServer(reads bool) {
 		"  export BELAY_BASE_URL=http://127.0.0.1:8080\n  export BELAY_MODEL=NAME\n  export BELAY_API_KEY=KEY, if the server wants one")
 	// Key, prompts and code would cross the network as they are. The parsed address counts, since
 	// 127.evil.example begins like one, and so do names below localhost.
-	u, _ := url.Parse(l.url)
-	addr, err := netip.ParseAddr(u.Hostname())
-	l.demand(u.Scheme != "http" || l.allowHTTP || u.Hostname() == "localhost" || err == nil && addr.IsLoopback(),
-		"infer.base_url: found plain http to %s, allowed https, loopback or infer.allow_insecure_http (BELAY_ALLOW_INSECURE_HTTP)", u.Hostname())
+	host := hostOf(l.url)
+	addr, err := netip.ParseAddr(host)
+	l.demand(!strings.HasPrefix(l.url, "http:") || l.allowHTTP || host == "localhost" || err == nil && addr.IsLoopback(),
+		"infer.base_url: found plain http to %s, allowed https, loopback or infer.allow_insecure_http (BELAY_ALLOW_INSECURE_HTTP)", host)
 }
 
 // boundKey takes the key that infer.api_key_env or infer.api_key_file points at: the first line
@@ -612,6 +611,12 @@ func endpoint(raw string) string {
 	path = strings.TrimRight(strings.TrimSuffix(path, "/chat/completions"), "/")
 	host := strings.TrimSuffix(strings.ToLower(u.Host), cmp.Or(keep(":443", u.Scheme == "https"), ":80"))
 	return u.Scheme + "://" + host + path + "/chat/completions" + keep("?"+u.RawQuery, u.RawQuery != "")
+}
+
+// hostOf gives the host of a place, "" = it is a socket.
+func hostOf(place string) string {
+	u, _ := url.Parse(place) // nil where the path of a socket looks like a broken escape
+	return cmp.Or(u, &url.URL{}).Hostname()
 }
 
 // holds reports whether path is dir or lies below it, once symbolic links are followed. The home

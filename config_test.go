@@ -411,6 +411,7 @@ env_keep = ["a b"]
 	}
 	both := writeConfig(t, dir+"/both.toml", "[infer]\nsocket = \"/s\"\nbase_url = \"http://localhost\"\napi_key_env = \"A\"\napi_key_file = \"/k\"\n", 0o644)
 	wantUsage(t, nil, []string{"config", "--config", both}, both+":3: infer.base_url: found infer.socket as well", both+":5: infer.api_key_file: found infer.api_key_env as well")
+	wantUsage(t, nil, []string{"config", "--config", both, "--base-url", "http://localhost"}, both+":3: infer.base_url: found infer.socket as well")
 	wantUsage(t, nil, []string{"config", "--set", "infer.socket=/s", "--base-url", "http://localhost"}, "--base-url: found infer.socket as well")
 }
 
@@ -475,7 +476,7 @@ func TestCommandLine(t *testing.T) {
 		}
 	}
 	for args, want := range map[string]string{
-		"": `found command "", allowed exec serve`, "run x": `found command "run", allowed exec serve`, "exec": "exec: found no prompt", "exec  ": "no prompt", "turn": "turn: found no prompt",
+		"": `found command "", allowed exec serve`, "run x": `found command "run", allowed exec serve`, "run --help": `found command "run", allowed exec serve`, "exec": "exec: found no prompt", "exec  ": "no prompt", "turn": "turn: found no prompt",
 		"exec --nope x": "--nope", "--nope exec x": "not defined: --nope", "exec --model": "needs an argument: --model", "exec --max-turns 0 x": "--max-turns: found 0, allowed an integer from 1", "exec --max-turns x y": `--max-turns: found "x", allowed an integer`,
 		"exec --timeout -1s x": "--timeout: found \"-1s\", allowed a duration", "exec --timeout 5 x": "--timeout", "exec --sandbox full x": `--sandbox: found "full", allowed text that matches read-only|workspace-write|`, "exec --output-format xml x": `--output-format: found "xml", allowed text that matches text|json|stream-json`,
 		"exec --json --output-format text x": "--json: found --output-format text", "exec --json --output-format stream-json x": "--json: found --output-format", "exec --record a --replay b x": "--record: found --replay", "exec --auto=maybe x": `--auto: found "maybe", allowed true or false`,
@@ -487,7 +488,7 @@ func TestCommandLine(t *testing.T) {
 	} {
 		wantUsage(t, env, strings.Split(args, " "), want)
 	}
-	for args, topic := range map[string]string{"help": "", "--help": "", "-h": "", "help exec": "exec", "exec --help": "exec", "exec -h x": "exec", "--model x serve -h": "serve"} {
+	for args, topic := range map[string]string{"help": "", "--help": "", "-h": "", "help exec": "exec", "--help exec": "exec", "help --help": "help", "exec --help": "exec", "exec -h x": "exec", "--model x serve -h": "serve"} {
 		var help *helpRequest
 		if _, err := loadArgs(t, env, strings.Split(args, " ")...); !errors.As(err, &help) || help.topic != topic {
 			t.Errorf("%q: got %v, want help for %q", args, err, topic)
@@ -592,6 +593,7 @@ func TestKeyRules(t *testing.T) {
 		{"lookalike", "https://api.openai.com.evil.example", "OPENAI_API_KEY=o", "", "", "OPENAI_API_KEY not sent to api.openai.com.evil.example"},
 		{"vendor over plain http", "http://api.openai.com", "OPENAI_API_KEY=o;BELAY_ALLOW_INSECURE_HTTP=true", "", "", "OPENAI_API_KEY not sent"},
 		{"socket", "unix:/s", "DEEPSEEK_API_KEY=d", "", "", "DEEPSEEK_API_KEY not sent to unix:/s"},
+		{"socket like a broken escape", "unix:/a%zz", "OPENAI_API_KEY=o", "", "", "OPENAI_API_KEY not sent to unix:/a%zz"},
 		{"socket beside", "unix:/s", "DEEPSEEK_API_KEY=d;DEEPSEEK_BASE_URL=unix:///s", "", "d", ""},
 		{"binding", "https://h", "MY=m", "infer.api_key_env=MY", "m", ""},
 		{"binding of a vendor's name", "https://h", "OPENAI_API_KEY=o", "infer.api_key_env=OPENAI_API_KEY", "o", ""},

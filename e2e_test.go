@@ -42,6 +42,12 @@ func TestMain(m *testing.M) {
 	case len(os.Args) > 3 && os.Args[1] == "victim":
 		victim(os.Args[2], os.Args[3])
 		os.Exit(0)
+	case len(os.Args) > 2 && os.Args[1] == "attack":
+		attack(os.Args[2:])
+		os.Exit(0)
+	case len(os.Args) > 3 && os.Args[1] == "without-landlock":
+		withoutLandlock(os.Args[2], os.Args[3:])
+		os.Exit(1)
 	}
 	os.Exit(m.Run())
 }

@@ -28,7 +28,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net/http"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -127,15 +126,6 @@ func run(args, env []string, stdin, stdout, stderr *os.File) int {
 	return 0
 }
 
-// version is the tag or commit that the build knows of.
-func version() string {
-	info, ok := debug.ReadBuildInfo()
-	if !ok || info.Main.Version == "" {
-		return "(devel)"
-	}
-	return info.Main.Version
-}
-
 // demo runs the recording in a workspace of its own, which stays for the
 // service that the recorded model starts.
 func demo(cfg config, stdin, stdout, stderr *os.File) int {
@@ -155,7 +145,7 @@ func demo(cfg config, stdin, stdout, stderr *os.File) int {
 // guarded runs exec with signals armed before anything is started.
 func guarded(cfg *config, stdin, stdout, stderr *os.File) int {
 	// Before signals are armed: whoever waits here for a prompt on stdin ends by a signal as any program does.
-	transport, record, err := source(cfg, stdin)
+	transport, record, err := source(cfg, stdin, demoRecording)
 	if err != nil {
 		fmt.Fprintf(stderr, "%s: %v\n", cfg.program, err)
 		return 2
@@ -166,8 +156,8 @@ func guarded(cfg *config, stdin, stdout, stderr *os.File) int {
 		if signal.Ignored(sig) {
 			continue // nohup: what was ignored at the start stays ignored
 		}
-		next, stop := signal.NotifyContext(ctx, sig)
-		defer stop()
+		// Never disarmed: between the receipts and the exit a signal would kill belay, as if the run had failed.
+		next, _ := signal.NotifyContext(ctx, sig)
 		ctx, interrupts = next, append(interrupts, interrupt{next, sig})
 	}
 	h, err := newHost()
@@ -197,29 +187,6 @@ func guarded(cfg *config, stdin, stdout, stderr *os.File) int {
 			return code
 		}
 	}
-}
-
-// source opens what a run reads and records: the prompt, and a recording in
-// place of the network.
-func source(cfg *config, stdin io.Reader) (transport http.RoundTripper, record io.Writer, err error) {
-	if cfg.promptFromStdin {
-		var b []byte
-		if b, err = io.ReadAll(stdin); err == nil && len(b) == 0 {
-			err = errors.New("the prompt on stdin is empty")
-		}
-		cfg.prompt = string(b)
-	}
-	data := demoRecording
-	if err == nil && cfg.replay != "" {
-		data, err = os.ReadFile(cfg.replay)
-	}
-	if err == nil && (cfg.replay != "" || cfg.command == "demo") {
-		transport, err = newReplayer(data)
-	}
-	if err == nil && cfg.record != "" {
-		record, err = os.OpenFile(cfg.record, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
-	}
-	return transport, record, err
 }
 
 // services lists what earlier runs released, or stops one of them: 0 when it

@@ -395,8 +395,11 @@ func (r *fileRequest) do() (string, error) {
 func (r *fileRequest) number(b []byte) (string, error) {
 	lines := slices.Collect(strings.Lines(strings.ToValidUTF8(string(b), "\uFFFD")))
 	first := max(r.Offset, 1)
-	if bytes.IndexByte(b, 0) >= 0 || first > max(len(lines), 1) {
-		return "", fmt.Errorf("%s is a binary file, or has only %d lines", r.Path, len(lines))
+	switch {
+	case bytes.IndexByte(b, 0) >= 0:
+		return "", fmt.Errorf("%s is a binary file", r.Path)
+	case first > max(len(lines), 1):
+		return "", fmt.Errorf("%s has only %d lines", r.Path, len(lines))
 	}
 	var out []byte
 	n := first
@@ -423,11 +426,14 @@ func readRegular(path string) ([]byte, error) {
 	fi, err := f.Stat()
 	var fs unix.Statfs_t
 	// fstatfs(2) on the descriptor that is read afterwards: no race with a rename.
-	if err = cmp.Or(err, unix.Fstatfs(int(f.Fd()), &fs)); err == nil && (!fi.Mode().IsRegular() || fs.Type == unix.PROC_SUPER_MAGIC || fi.Size() > fileMax) {
-		err = fmt.Errorf("%s is refused: no regular file, or in /proc, or larger than %d bytes", path, fileMax)
-	}
-	if err != nil {
+	err = cmp.Or(err, unix.Fstatfs(int(f.Fd()), &fs))
+	switch {
+	case err != nil:
 		return nil, err
+	case !fi.Mode().IsRegular() || fs.Type == unix.PROC_SUPER_MAGIC:
+		return nil, fmt.Errorf("%s is no regular file, or lies in /proc: refused", path)
+	case fi.Size() > fileMax:
+		return nil, fmt.Errorf("%s has %d bytes, at most %d can be read", path, fi.Size(), fileMax)
 	}
 	return io.ReadAll(io.LimitReader(f, fileMax))
 }
@@ -525,7 +531,10 @@ func (c *confinement) lacks() string {
 func (c *confinement) gitCommon(workspace string) string {
 	named := func(dir, file string) string { // the path in a file of one line, "" for a directory
 		b, _ := os.ReadFile(filepath.Join(dir, file))
-		path := strings.TrimPrefix(strings.TrimSpace(string(b)), "gitdir: ")
+		path, pointer := strings.CutPrefix(strings.TrimSpace(string(b)), "gitdir: ")
+		if pointer != (file == ".git") {
+			return ""
+		}
 		if path != "" && !filepath.IsAbs(path) {
 			path = filepath.Join(dir, path)
 		}
@@ -833,7 +842,7 @@ func newJobs(h *host, o jobOptions) (*jobs, error) {
 	if err != nil {
 		return nil, err
 	}
-	t := &jobs{host: h, opts: o, confine: confine, scratch: makeScratch(), env: append(scrub(o.dropNames, o.keepNames), "BELAY_RUN="+o.runID)}
+	t := &jobs{host: h, opts: o, confine: confine, scratch: makeScratch(os.Getenv("TMPDIR")), env: append(scrub(os.Environ(), o.dropNames, o.keepNames), "BELAY_RUN="+o.runID)}
 	if t.scratch != nil {
 		if t.root, err = os.OpenRoot(t.scratch.Name()); err != nil {
 			return nil, err
@@ -849,8 +858,11 @@ func newJobs(h *host, o jobOptions) (*jobs, error) {
 // makeScratch makes and locks a directory in the first place that can be
 // written, nil where there is none, and removes what dead runs left there: a
 // directory is in use while its flock is held.
-func makeScratch() *os.File {
-	for _, parent := range []string{os.Getenv("TMPDIR"), "/tmp", "/dev/shm"} {
+func makeScratch(tmp string) *os.File {
+	for _, parent := range []string{tmp, "/tmp", "/dev/shm"} {
+		if !filepath.IsAbs(parent) {
+			continue
+		}
 		old, _ := filepath.Glob(filepath.Join(parent, "belay-"+strings.Repeat("[0-9a-f]", 8))) // not belay-projects, which is somebody's work
 		for _, path := range old {
 			if d := lockDir(path); d != nil {
@@ -859,7 +871,7 @@ func makeScratch() *os.File {
 			}
 		}
 		path := filepath.Join(parent, "belay-"+randomHex())
-		if filepath.IsAbs(parent) && os.Mkdir(path, 0o700) == nil {
+		if os.Mkdir(path, 0o700) == nil {
 			if d := lockDir(path); d != nil { // nil: another run that starts now took it for a leftover
 				return d
 			}
@@ -888,9 +900,9 @@ func lockDir(path string) *os.File {
 
 // scrub gives the environment without what looks like a secret and without
 // belay's own names.
-func scrub(drop, keep []string) []string {
+func scrub(env, drop, keep []string) []string {
 	suffixes := []string{"KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS", "_PASS", "_PWD", "_PAT", "_JWT", "_AUTH", "_AUTH_CONFIG"}
-	return slices.DeleteFunc(os.Environ(), func(kv string) bool {
+	return slices.DeleteFunc(slices.Clone(env), func(kv string) bool {
 		name, _, _ := strings.Cut(kv, "=")
 		secret := slices.ContainsFunc(suffixes, func(s string) bool { return strings.HasSuffix(strings.ToUpper(name), s) })
 		return slices.Contains(drop, name) || secret && !slices.Contains(keep, name)
@@ -945,7 +957,7 @@ func (t *jobs) start(command, dir string, stdin *string, log *os.File) (*job, er
 	if len(command) > commandMax {
 		return nil, fmt.Errorf("the command has %d bytes, at most %d are possible: write it to a file and run that", len(command), commandMax)
 	}
-	if err := t.launch(j, jobSpec{Argv: []string{shell, "-c", command}, Dir: dir, Persist: log != nil, Confine: t.confine}); err != nil {
+	if err := t.launch(j, jobSpec{Argv: []string{shell, "-c", "--", command}, Dir: dir, Persist: log != nil, Confine: t.confine}); err != nil {
 		return nil, err
 	}
 	if <-j.ready; j.pid == 0 {
@@ -1152,9 +1164,9 @@ func (o *output) trim(limit int) {
 }
 
 // take gives what came since the last take, cut on characters, and how many
-// bytes were left out. While the command runs, an unfinished character at the
+// bytes were left out; lost: the file has not all of them. While the command runs, an unfinished character at the
 // end waits for the next take.
-func (o *output) take(running bool) (text string, omitted int) {
+func (o *output) take(running bool) (text string, omitted int, lost bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.trim(headKeep + tailKeep)
@@ -1173,7 +1185,7 @@ func (o *output) take(running bool) (text string, omitted int) {
 		omitted += len(b) - len(head) - len(tail)
 		text, b = strings.ToValidUTF8(string(head), "\uFFFD")+fmt.Sprintf("\n… %d bytes left out …\n", omitted), tail
 	}
-	return text + strings.ToValidUTF8(string(b), "\uFFFD"), omitted
+	return text + strings.ToValidUTF8(string(b), "\uFFFD"), omitted, o.failed
 }
 
 // unfinished counts the bytes of an unfinished character at the end of b.

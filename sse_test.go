@@ -377,7 +377,7 @@ func sseChunk(delta string, finish ...string) string {
 const done = "data: [DONE]\n\n"
 
 // answer is a whole plain stream with one text.
-func answer(text string) string {
+func sseAnswer(text string) string {
 	return sseChunk(`{"content":`+quote(text)+`}`) + sseChunk(`{}`, "stop") + done
 }
 
@@ -435,28 +435,28 @@ func TestAnswersOfEveryKind(t *testing.T) {
 	end := sseChunk(`{}`, "tool_calls") + done
 	for _, c := range []struct{ name, body, want string }{
 		// framing
-		{"crlf everywhere", strings.ReplaceAll(answer("ok"), "\n", "\r\n"), `text="ok" finish=stop`},
+		{"crlf everywhere", strings.ReplaceAll(sseAnswer("ok"), "\n", "\r\n"), `text="ok" finish=stop`},
 		{"mixed line ends", "data: {\"choices\":[{\"delta\":{\"content\":\"a\"}}]}\r\r\n" + sseChunk(`{"content":"b"}`) + strings.ReplaceAll(sseChunk(`{}`, "stop"), "\n", "\r") + done, `text="ab" finish=stop`},
 		{"byte order mark inside is content", sseChunk(`{"content":"`+"\ufeff"+`x"}`) + sseChunk(`{}`, "stop") + done, `text="\ufeffx" finish=stop`},
-		{"byte order mark before a later field hides it", answer("a")[:len(answer("a"))-len(done)] + "\ufeffdata: {\"error\":\"x\"}\n\n", `text="a" finish=stop`},
-		{"comment without blank line", ": ping\n" + answer("ok"), `text="ok" finish=stop`},
+		{"byte order mark before a later field hides it", sseAnswer("a")[:len(sseAnswer("a"))-len(done)] + "\ufeffdata: {\"error\":\"x\"}\n\n", `text="a" finish=stop`},
+		{"comment without blank line", ": ping\n" + sseAnswer("ok"), `text="ok" finish=stop`},
 		{"comment inside an event", ": ping\ndata: {\"choices\":[{\"delta\":{\"content\":\"x\"}\n: ping\ndata: }]}\n\n" + sseChunk(`{}`, "stop"), `text="x" finish=stop`},
-		{"unknown event names", "event: ping\ndata: 17\n\nevent: chunk\n" + answer("ok"), `text="ok" finish=stop`},
-		{"event name does not leak", "event: error\n\n" + answer("ok"), `text="ok" finish=stop`},
-		{"no blank after the colon", strings.ReplaceAll(answer("ok"), "data: ", "data:"), `text="ok" finish=stop`},
-		{"data null", "data: null\n\n" + answer("ok"), `text="ok" finish=stop`},
-		{"data is a field without colon", "data\n\n" + answer("ok"), `text="ok" finish=stop`},
-		{"field names are exact", "Data: x\ndata : y\nretry: 10\nid: \x00\n" + answer("ok"), `text="ok" finish=stop`},
+		{"unknown event names", "event: ping\ndata: 17\n\nevent: chunk\n" + sseAnswer("ok"), `text="ok" finish=stop`},
+		{"event name does not leak", "event: error\n\n" + sseAnswer("ok"), `text="ok" finish=stop`},
+		{"no blank after the colon", strings.ReplaceAll(sseAnswer("ok"), "data: ", "data:"), `text="ok" finish=stop`},
+		{"data null", "data: null\n\n" + sseAnswer("ok"), `text="ok" finish=stop`},
+		{"data is a field without colon", "data\n\n" + sseAnswer("ok"), `text="ok" finish=stop`},
+		{"field names are exact", "Data: x\ndata : y\nretry: 10\nid: \x00\n" + sseAnswer("ok"), `text="ok" finish=stop`},
 		{"sentinel without blank line", sseChunk(`{"content":"ok"}`) + "data: [DONE]\n", `text="ok" finish=stop`},
 		{"sentinel without line end", sseChunk(`{"content":"ok"}`) + "data: [DONE]", `text="ok" finish=stop`},
 		{"fragment of a sentinel is none", sseChunk(`{"content":"ok"}`) + "data: [DO", `text="ok" error=truncated retry=true "the answer broke off without a finish reason: EOF"`},
 		{"last chunk without line end", sseChunk(`{"content":"ok"}`) + strings.TrimSpace(sseChunk(`{}`, "stop")), `text="ok" finish=stop`},
-		{"huge comment", ": " + strings.Repeat("x", 1<<20) + "\n\n" + answer("ok"), `text="ok" finish=stop`},
-		{"events without blank lines", strings.ReplaceAll(answer("ok"), "\n\n", "\n"), `text="ok" finish=stop`},
+		{"huge comment", ": " + strings.Repeat("x", 1<<20) + "\n\n" + sseAnswer("ok"), `text="ok" finish=stop`},
+		{"events without blank lines", strings.ReplaceAll(sseAnswer("ok"), "\n\n", "\n"), `text="ok" finish=stop`},
 		{"bad bytes are replaced", sseChunk("{\"content\":\"a\xffb\"}") + sseChunk(`{}`, "stop"), `text="a` + "\ufffd" + `b" finish=stop`},
 		{"lone surrogate", sseChunk(`{"content":"\ud83dx"}`) + sseChunk(`{}`, "stop"), `text="` + "\ufffd" + `x" finish=stop`},
 		// chunks
-		{"first chunk with filter results", "data: {\"choices\":[],\"prompt_filter_results\":[{}]}\n\n" + answer("ok"), `text="ok" finish=stop`},
+		{"first chunk with filter results", "data: {\"choices\":[],\"prompt_filter_results\":[{}]}\n\n" + sseAnswer("ok"), `text="ok" finish=stop`},
 		{"keys that differ by case", sseChunk(`{"content":"a","Content":"b","CONTENT":null}`) + sseChunk(`{}`, "stop"), `text="a" finish=stop`},
 		{"unknown keys", sseChunk(`{"content":"a","audio":{"x":[1,{"content":"no"}]},"annotations":[]}`) + sseChunk(`{}`, "stop"), `text="a" finish=stop`},
 		{"error null", "data: {\"error\":null,\"choices\":[{\"delta\":{\"content\":\"a\"}}]}\n\n" + sseChunk(`{}`, "stop"), `text="a" finish=stop`},
@@ -467,7 +467,7 @@ func TestAnswersOfEveryKind(t *testing.T) {
 		{"usage in the choice", `data: {"choices":[{"delta":{"content":"a"},"finish_reason":"stop","usage":{"prompt_tokens":1,"completion_tokens":2}}]}` + "\n\n", `text="a" finish=stop usage=1/2/<nil>/<nil>`},
 		{"index of a choice as text", `data: {"choices":[{"index":"0","delta":{"content":"a"},"finish_reason":"stop"},{"index":"1","delta":{"content":"b"}}]}` + "\n\n", `text="a" finish=stop`},
 		// reasoning
-		{"reasoning", sseChunk(`{"reasoning":"mull"}`) + answer("ok"), `text="ok" reasoning="mull" finish=stop`},
+		{"reasoning", sseChunk(`{"reasoning":"mull"}`) + sseAnswer("ok"), `text="ok" reasoning="mull" finish=stop`},
 		{"reasoning alone is empty", sseChunk(`{"reasoning_content":"mull"}`) + sseChunk(`{}`, "stop") + done, `text="" reasoning="mull" error=empty retry=true "the answer has neither text nor tool calls"`},
 		{"thinking as a string", sseChunk(`{"content":[{"type":"thinking","thinking":"mull"},{"type":"text","text":"ok"}]}`) + sseChunk(`{}`, "stop"), `text="ok" reasoning="mull" finish=stop`},
 		// ends
@@ -514,7 +514,7 @@ func TestAnswersOfEveryKind(t *testing.T) {
 		{"error in the choice", `data: {"choices":[{"delta":{},"error":{"code":429,"message":"slow"},"finish_reason":"error"}]}` + "\n\n", `text="" error=rate_limit retry=true "the answer holds an error: slow"`},
 		{"error as a field", sseChunk(`{"content":"a"}`) + `error: {"code":500,"message":"broken pipe","type":"server_error"}` + "\n\n", `text="a" error=stream_error retry=true "the answer holds an error: broken pipe"`},
 		{"error of vLLM", `data: {"object":"error","message":"bad temperature","type":"BadRequestError","code":400}` + "\n\n" + done, `text="" error=unsupported_param retry=false "the answer holds an error: bad temperature"`},
-		{"error after the reason", answer("a")[:len(answer("a"))-len(done)] + `data: {"error":{"message":"late"}}` + "\n\n", `text="a" error=stream_error retry=true "the answer holds an error: late"`},
+		{"error after the reason", sseAnswer("a")[:len(sseAnswer("a"))-len(done)] + `data: {"error":{"message":"late"}}` + "\n\n", `text="a" error=stream_error retry=true "the answer holds an error: late"`},
 		{"upstream error as text in metadata", `data: {"error":{"code":400,"message":"Provider returned error","metadata":{"raw":"{\"error\":{\"message\":\"maximum context length is 8\"}}"}}}` + "\n\n", `text="" error=context_length retry=false "the answer holds an error: Provider returned error; maximum context length is 8"`},
 		{"unknown model inside", `{"error":{"code":"model_not_found","message":"no such model"}}`, `text="" error=not_found retry=false "the answer holds an error: no such model"`},
 		// other bodies
@@ -626,7 +626,7 @@ func (f *fake) send(t *testing.T, c *client, r *request) *reply {
 }
 
 func TestRequestCarriesOnlyWhatIsSet(t *testing.T) {
-	f := newFake(t, stream(answer("ok")))
+	f := newFake(t, stream(sseAnswer("ok")))
 	f.send(t, f.client(clientOptions{key: "k-1"}), &request{messages: []json.RawMessage{systemMessage("s"), userMessage("<hi> & bye")}})
 	got := f.got[0]
 	want := `{"messages":[{"role":"system","content":"s"},{"role":"user","content":"\u003chi\u003e \u0026 bye"}],"model":"demo-1","stream":true,"stream_options":{"include_usage":true}}`
@@ -645,7 +645,7 @@ func TestRequestCarriesOnlyWhatIsSet(t *testing.T) {
 
 func TestRequestCarriesAllThatIsSet(t *testing.T) {
 	temperature, topP, seed := 0.0, 0.5, int64(0)
-	f := newFake(t, stream(answer("ok")))
+	f := newFake(t, stream(sseAnswer("ok")))
 	c := f.client(clientOptions{key: "k-1", header: "api-key", maxTokens: 5, temperature: &temperature, topP: &topP, seed: &seed, reasoningEffort: "low"})
 	f.send(t, c, &request{messages: []json.RawMessage{userMessage("hi")}, tools: json.RawMessage(`[{"type":"function"}]`), offered: []string{"x"},
 		extra: map[string]any{"id_slot": 0, "cache_prompt": true}})
@@ -664,7 +664,7 @@ func TestRequestCarriesAllThatIsSet(t *testing.T) {
 }
 
 func TestEmptyToolsAreLeftOut(t *testing.T) {
-	f := newFake(t, stream(answer("ok")))
+	f := newFake(t, stream(sseAnswer("ok")))
 	f.send(t, f.client(clientOptions{}), &request{messages: []json.RawMessage{userMessage("hi")}, tools: json.RawMessage(`[]`)})
 	for key := range f.got[0].body {
 		if slices.Contains([]string{"tools", "tool_choice", "parallel_tool_calls", "max_tokens", "temperature", "Authorization"}, key) {
@@ -678,7 +678,7 @@ func TestATurnGoesBackAsItCame(t *testing.T) {
 	turn := sseChunk(`{"reasoning":"mull <b>","reasoning_details":[{"type":"reasoning.encrypted","data":"x"}]}`) + sseChunk(`{"reasoning_details":[{"type":"reasoning.text","text":"y"}]}`) +
 		sseChunk(callDelta(`{"index":0,"id":"a","type":"function","function":{"name":"ls","arguments":"{\"p\": \"\\u00e9\"}"},"extra_content":{"google":{"thought_signature":"c2ln"}}}`,
 			`{"index":1,"id":"a","type":"function","function":{"name":"rm","arguments":"{oops"}}`)) + sseChunk(`{}`, "tool_calls") + done
-	f := newFake(t, stream(turn), stream(turn), stream(answer("ok")))
+	f := newFake(t, stream(turn), stream(turn), stream(sseAnswer("ok")))
 	c := f.client(clientOptions{})
 	r := &request{messages: []json.RawMessage{userMessage("hi")}, learned: newLearned()}
 	ids := map[string]bool{}
@@ -738,7 +738,7 @@ func TestATurnWithoutCallsHasNoThinkingAndNoCalls(t *testing.T) {
 }
 
 func TestNeighbouringUserMessagesBecomeOne(t *testing.T) {
-	f := newFake(t, stream(answer("ok")))
+	f := newFake(t, stream(sseAnswer("ok")))
 	f.send(t, f.client(clientOptions{}), &request{messages: []json.RawMessage{systemMessage("s"), userMessage(`a"`), userMessage("b"), userMessage("c"),
 		assistantMessage(&reply{text: "x"}, nil), userMessage("d"), toolMessage("1", ""), userMessage("e")}})
 	var roles []string
@@ -770,7 +770,7 @@ func TestARefusedParameterIsRepairedOnceAndRemembered(t *testing.T) {
 		}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			f := newFake(t, sseStatus(c.code, c.refusal), stream(answer("ok")))
+			f := newFake(t, sseStatus(c.code, c.refusal), stream(sseAnswer("ok")))
 			client := f.client(clientOptions{maxTokens: 9, temperature: &temperature})
 			r := &request{messages: []json.RawMessage{userMessage("a"), empty, toolMessage("a", "x")}, extra: map[string]any{"parallel_tool_calls": false}, learned: newLearned()}
 			f.send(t, client, r)
@@ -840,7 +840,7 @@ func TestResendsAreIdenticalBoundedAndSharedByAllCauses(t *testing.T) {
 
 func TestAReplyAfterAResendHoldsNothingOfTheBrokenOne(t *testing.T) {
 	cut := sseChunk(`{"content":"half","reasoning":"m"}`) + sseChunk(callDelta(`{"index":0,"id":"a","function":{"name":"ls","arguments":"{}"}}`))
-	f := newFake(t, stream(cut), stream(answer("whole")))
+	f := newFake(t, stream(cut), stream(sseAnswer("whole")))
 	var h heard
 	rep, err := ask(f.client(clientOptions{backoff: []time.Duration{0}}), &h)
 	if err != nil || rep.text != "whole" || rep.reasoning != "" || len(rep.calls) != 0 {
@@ -908,7 +908,7 @@ func TestRetryAfterForms(t *testing.T) {
 
 func TestRefusalsOfEveryKind(t *testing.T) {
 	for _, c := range []struct {
-		status  int
+		status     int
 		body, want string
 	}{
 		{400, `{"error":{"message":"Unsupported parameter: 'max_tokens'","param":"max_tokens","code":"unsupported_parameter"}}`, "unsupported_param false"},
@@ -1017,7 +1017,7 @@ func TestUnixSocket(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	f := &fake{replies: []func(http.ResponseWriter){stream(answer("ok"))}}
+	f := &fake{replies: []func(http.ResponseWriter){stream(sseAnswer("ok"))}}
 	server := &httptest.Server{Listener: l, Config: &http.Server{Handler: f}}
 	server.Start()
 	defer server.Close()
@@ -1029,7 +1029,7 @@ func TestUnixSocket(t *testing.T) {
 
 func TestASlowListenerIsNoStall(t *testing.T) {
 	const limit = 100 * time.Millisecond
-	f := newFake(t, stream(sseChunk(`{"content":"a"}`)+answer("b")))
+	f := newFake(t, stream(sseChunk(`{"content":"a"}`)+sseAnswer("b")))
 	c := f.client(clientOptions{liveness: limit})
 	var text strings.Builder
 	slow := time.NewTicker(4 * limit)
@@ -1041,7 +1041,7 @@ func TestASlowListenerIsNoStall(t *testing.T) {
 }
 
 func TestProgressIsPassedOn(t *testing.T) {
-	f := newFake(t, stream(`data: {"choices":[],"prompt_progress":{"total":10,"processed":4,"cache":0}}`+"\n\n"+answer("ok")))
+	f := newFake(t, stream(`data: {"choices":[],"prompt_progress":{"total":10,"processed":4,"cache":0}}`+"\n\n"+sseAnswer("ok")))
 	var h heard
 	if _, err := ask(f.client(clientOptions{}), &h); err != nil || !slices.Equal(h.progress, []int64{4, 10}) {
 		t.Errorf("got %v, %v", h.progress, err)
@@ -1049,7 +1049,7 @@ func TestProgressIsPassedOn(t *testing.T) {
 }
 
 func TestTraceShowsStatusNeverBodies(t *testing.T) {
-	f := newFake(t, stream(answer("secret answer")))
+	f := newFake(t, stream(sseAnswer("secret answer")))
 	var lines []string
 	f.send(t, f.client(clientOptions{key: "sk-1", trace: func(s string) { lines = append(lines, s) }}), &request{messages: []json.RawMessage{userMessage("secret question")}})
 	if len(lines) != 1 || !strings.Contains(lines[0], "status 200") || strings.Contains(lines[0], "secret") || strings.Contains(lines[0], "sk-1") {
@@ -1084,13 +1084,13 @@ func TestAReplayIsTheSameAsWhatWasRecorded(t *testing.T) {
 			w.(http.Flusher).Flush()
 			panic(http.ErrAbortHandler)
 		},
-		stream(answer("after the cut")),
+		stream(sseAnswer("after the cut")),
 		func(w http.ResponseWriter) {
 			io.WriteString(w, sseChunk(`{"content":"a"}`))
 			w.(http.Flusher).Flush()
 			time.Sleep(0)
 		},
-		stream(answer("last")))
+		stream(sseAnswer("last")))
 	var tape bytes.Buffer
 	o := clientOptions{key: "sk-secret", record: &tape, backoff: []time.Duration{0}}
 	first := playAll(f.client(o))
@@ -1152,7 +1152,7 @@ type failingWriter struct{}
 func (failingWriter) Write([]byte) (int, error) { return 0, errors.New("no space left") }
 
 func TestARecordingThatCannotBeWrittenFailsTheCall(t *testing.T) {
-	f := newFake(t, stream(answer("ok")))
+	f := newFake(t, stream(sseAnswer("ok")))
 	_, err := ask(f.client(clientOptions{record: failingWriter{}}), &heard{})
 	var api *apiError
 	if !errors.As(err, &api) || api.category != "internal" || api.retryable || !strings.Contains(err.Error(), "no space left") {

@@ -1,0 +1,1226 @@
+//go:build linux
+
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// exec_test.go runs `belay exec` against scripted servers: every tool field,
+// limit and refusal, every format and exit code, every error of the command
+// line and the configuration. The harness is in e2e_test.go.
+
+// rawCall is a reply with one call whose arguments are any text.
+func rawCall(tool, arguments string) string {
+	return delta(map[string]any{"tool_calls": []any{map[string]any{"index": 0, "id": "call_0", "type": "function",
+		"function": map[string]any{"name": tool, "arguments": arguments}}}}, nil) + delta(map[string]any{}, "tool_calls") + "data: [DONE]\n\n"
+}
+
+// answer is a handler that plays body after do.
+func answer(do func() string) func(http.ResponseWriter, *http.Request) {
+	return func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		io.WriteString(w, do())
+	}
+}
+
+// messages gives the history that request n carried.
+func (p *provider) messages(n int) (all []map[string]any) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	list, _ := p.requests[n]["messages"].([]any)
+	for _, m := range list {
+		all = append(all, m.(map[string]any))
+	}
+	return all
+}
+
+// lastTask gives the task id that the newest request names last.
+func (p *provider) lastTask() string {
+	all := p.messages(p.count() - 1)
+	ids := regexp.MustCompile(`shell_[0-9a-f]{8}`).FindAllString(fmt.Sprint(all), -1)
+	return ids[len(ids)-1]
+}
+
+// outputs runs one reply with calls of a tool and gives their results.
+func outputs(t *testing.T, workspace func(dir string), tool string, arguments ...map[string]any) []map[string]any {
+	t.Helper()
+	r := execRun(t, serve(t, calls(tool, arguments...), say("done")))
+	if workspace != nil {
+		workspace(r.workspace)
+	}
+	results := r.finish(0).events("tool_result")
+	if len(results) != len(arguments) {
+		t.Fatalf("%d results of %d calls\n%s", len(results), len(arguments), r.err.String())
+	}
+	return results
+}
+
+type args = map[string]any
+
+// program is belay's name in its messages.
+func (r *belayRun) program() string { return filepath.Base(r.cmd.Path) }
+
+func TestBashArguments(t *testing.T) {
+	t.Parallel()
+	long := "true #" + strings.Repeat("x", commandMax-6)
+	table := []struct {
+		name     string
+		call     args
+		status   string
+		category any
+		exit     any
+		want     string // the output begins with it
+		also     string // and holds it
+	}{
+		{"null is absent", args{"action": nil, "command": "echo hi", "timeout_ms": nil, "background": nil, "persist": nil, "stdin": nil, "cwd": nil, "task_id": nil, "all": nil}, "success", nil, 0.0, "hi\nexit code 0", ""},
+		{"number for text", args{"command": 5}, "error", "invalid_input", nil, "command must be a string", ""},
+		{"text for boolean", args{"command": "true", "background": "yes"}, "error", "invalid_input", nil, "background must be a boolean", ""},
+		{"text for integer", args{"command": "true", "timeout_ms": "5000"}, "error", "invalid_input", nil, "timeout_ms must be an integer", ""},
+		{"fraction", args{"command": "true", "timeout_ms": 1500.5}, "error", "invalid_input", nil, "timeout_ms must be an integer", ""},
+		{"negative", args{"command": "true", "timeout_ms": -1}, "error", "invalid_input", nil, "timeout_ms must be an integer", ""},
+		{"list for text", args{"command": []any{"true"}}, "error", "invalid_input", nil, "command must be a string", ""},
+		{"unknown action", args{"action": "stop"}, "error", "invalid_input", nil, "action must be one of run, wait, cancel", ""},
+		{"unknown arguments are named", args{"command": "echo hi", "zeal": 1, "colour": "red"}, "success", nil, 0.0, "hi\nexit code 0", "(unknown arguments ignored: colour, zeal)"},
+		{"clamped from below", args{"command": "echo hi", "timeout_ms": 5}, "success", nil, 0.0, "hi\nexit code 0", "(timeout_ms 5 was taken as 1000: 1000 to 600000 are possible)"},
+		{"clamped from above", args{"command": "echo hi", "timeout_ms": 9999999}, "success", nil, 0.0, "hi\nexit code 0", "(timeout_ms 9999999 was taken as 600000"},
+		{"a float without fraction", args{"command": "echo hi", "timeout_ms": 5000.0}, "success", nil, 0.0, "hi\nexit code 0", ""},
+		{"no command", args{}, "error", "invalid_input", nil, "run needs a command", ""},
+		{"blank command", args{"command": " \n"}, "error", "invalid_input", nil, "run needs a command", ""},
+		{"cwd", args{"command": "pwd", "cwd": "sub"}, "success", nil, 0.0, "", "/sub\nexit code 0"},
+		{"cwd missing", args{"command": "pwd", "cwd": "/nowhere/at/all"}, "error", "invalid_input", nil, "cwd /nowhere/at/all is no directory", ""},
+		{"cwd is a file", args{"command": "pwd", "cwd": "file"}, "error", "invalid_input", nil, "cwd ", "/file is no directory"},
+		{"longest command", args{"command": long}, "success", nil, 0.0, "(no output)\nexit code 0", ""},
+		{"longer command", args{"command": long + "x"}, "error", "execution_failed", nil, "the command has 131072 bytes, at most 131071", ""},
+		{"command begins with a dash", args{"command": "-e; echo $?"}, "success", nil, 0.0, "", "exit code 0"},
+		{"NUL in a command", args{"command": "echo \x00"}, "error", "execution_failed", nil, "cannot start /bin/sh", ""},
+		{"exit code", args{"command": "exit 3"}, "error", "exit_status", 3.0, "(no output)\nexit code 3", ""},
+		{"signal", args{"command": "kill -SEGV $$"}, "error", "exit_status", nil, "", "killed by SIGSEGV"},
+		{"timeout", args{"command": "echo a; sleep 30", "timeout_ms": 1000}, "error", "timeout", nil, "a\ntimed out after 1000 ms; for long work use background:true", ""},
+		{"invalid UTF-8", args{"command": `printf 'a\377b'`}, "success", nil, 0.0, "a\uFFFDb\nexit code 0", ""},
+		{"no stdin", args{"command": "cat; cat"}, "success", nil, 0.0, "(no output)\nexit code 0", ""},
+		{"stdin", args{"command": "cat", "stdin": "x\ny"}, "success", nil, 0.0, "x\ny\nexit code 0", ""},
+		{"stdin that nobody reads", args{"command": "exec sleep 0.1", "stdin": strings.Repeat("x", 1<<20)}, "success", nil, 0.0, "(no output)\nexit code 0", ""},
+		{"one stream in order", args{"command": "echo 1; echo 2 >&2; echo 3"}, "success", nil, 0.0, "1\n2\n3\nexit code 0", ""},
+		{"output that stays open", args{"command": "setsid sh -c 'trap \"\" TERM; sleep 60' & echo out"}, "success", nil, 0.0, "out\nexit code 0", "had left running were ended"},
+		{"wait for what is not there", args{"action": "wait", "task_id": "shell_00000000"}, "error", "invalid_input", nil, `there is no task "shell_00000000"`, ""},
+		{"cancel what is not there", args{"action": "cancel"}, "error", "invalid_input", nil, "there is no task", ""},
+		{"cancel all of none", args{"action": "cancel", "all": true}, "success", nil, nil, "0 tasks ended", ""},
+	}
+	var all []args
+	for _, c := range table {
+		all = append(all, c.call)
+	}
+	results := outputs(t, func(dir string) {
+		os.Mkdir(dir+"/sub", 0o777)
+		os.WriteFile(dir+"/file", nil, 0o666)
+	}, "Bash", all...)
+	for i, c := range table {
+		e := results[i]
+		out := e["output"].(string)
+		if e["status"] != c.status || e["error_category"] != c.category || e["exit_code"] != c.exit || !strings.HasPrefix(out, c.want) || !strings.Contains(out, c.also) {
+			t.Errorf("%s: %v", c.name, e)
+		}
+	}
+}
+
+func TestArgumentsThatAreNoObject(t *testing.T) {
+	t.Parallel()
+	for _, raw := range []string{"[1]", "not json", `{"command":"true"`, `"text"`, "5"} {
+		t.Run(raw, func(t *testing.T) {
+			t.Parallel()
+			r := execRun(t, serve(t, rawCall("Bash", raw), say("done"))).finish(0)
+			if use, e := r.one("tool_use"), r.one("tool_result"); use["input"] != raw || e["status"] != "error" || !strings.Contains(e["output"].(string), "no JSON object") {
+				t.Errorf("%v\n%v", use, e)
+			}
+		})
+	}
+}
+
+func TestUnknownToolAndMissingArgument(t *testing.T) {
+	t.Parallel()
+	r := execRun(t, serve(t, calls("Fly", args{"to": "x"}), calls("Read", args{}), calls("Edit", args{"path": "x", "old": "a"}), say("done"))).finish(0)
+	for i, want := range []string{`there is no tool "Fly"; the tools are Bash, Edit, Read, Write`, "path is missing; Read needs path", "new is missing; Edit needs path, old, new"} {
+		if e := r.events("tool_result")[i]; e["status"] != "error" || e["output"] != want {
+			t.Errorf("%v, want %s", e, want)
+		}
+	}
+}
+
+func TestShellOfTheCaller(t *testing.T) {
+	t.Parallel()
+	for shell, want := range map[string]string{"/bin/bash": "bash", "/usr/bin/fish": "sh", "": "sh"} {
+		if _, err := os.Stat("/bin/bash"); err != nil && want == "bash" {
+			continue
+		}
+		r := execRun(t, serve(t, bash("cat /proc/$$/comm; :"), say("done")))
+		r.cmd.Env = append(r.cmd.Env, "SHELL="+shell)
+		if out := r.finish(0).one("tool_result")["output"]; !strings.HasPrefix(out.(string), want+"\n") {
+			t.Errorf("SHELL=%s: %v", shell, out)
+		}
+	}
+	r := execRun(t, serve(t, bash("true"), say("done")))
+	r.cmd.Env = append(r.cmd.Env, "SHELL=/nowhere/bash")
+	if out := r.finish(0).one("tool_result")["output"].(string); !strings.Contains(out, "cannot start /nowhere/bash") {
+		t.Errorf("missing shell: %s", out)
+	}
+}
+
+// wait gives only what came since the last one, and cancel ends the task.
+func TestBackgroundWaitAndCancel(t *testing.T) {
+	t.Parallel()
+	var p *provider
+	var r *belayRun
+	task := ""
+	wait := func(ms int) func(http.ResponseWriter, *http.Request) {
+		return answer(func() string { return calls("Bash", args{"action": "wait", "task_id": task, "timeout_ms": ms}) })
+	}
+	p = serve(t, calls("Bash", args{"command": "echo one; until test -e go; do sleep 0.02; done; echo two", "background": true}),
+		answer(func() string {
+			task = p.lastTask()
+			return calls("Bash", args{"action": "wait", "task_id": task, "timeout_ms": 1000})
+		}),
+		answer(func() string {
+			os.WriteFile(r.workspace+"/go", nil, 0o666)
+			return calls("Bash", args{"action": "wait", "task_id": task})
+		}),
+		wait(1000),
+		calls("Bash", args{"command": "echo $$ > pid; exec sleep 100", "background": true}),
+		answer(func() string {
+			task = p.lastTask()
+			pidFile(t, r.workspace+"/pid")
+			return calls("Bash", args{"action": "cancel", "task_id": task}, args{"action": "wait", "task_id": task}, args{"action": "cancel", "task_id": task})
+		}), say("done"))
+	r = execRun(t, p)
+	r.finish(0)
+	for i, want := range []string{`^started in the background as shell_[0-9a-f]{8}; it ends with this run$`, `^one\nstill running after [0-9.]+m?s$`, `^two\nexit code 0$`, `^\(no output\)\nexit code 0$`,
+		`^started`, `^1 tasks ended$`, `^\(no output\)\ncancelled$`} {
+		if out := r.events("tool_result")[i]["output"].(string); !regexp.MustCompile(want).MatchString(out) {
+			t.Errorf("result %d: %q, want %s", i, out, want)
+		}
+	}
+	if pid := pidFile(t, r.workspace+"/pid"); alive(pid) {
+		t.Errorf("the cancelled task %d is alive", pid)
+	}
+}
+
+// memoryOf gives the peak memory of a process in KiB. Not by rusage: that of a
+// child includes what the parent had when it forked.
+func memoryOf(pid int) int {
+	b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	m := regexp.MustCompile(`VmHWM:\s+(\d+) kB`).FindSubmatch(b)
+	if m == nil {
+		return 0
+	}
+	n, _ := strconv.Atoi(string(m[1]))
+	return n
+}
+
+func TestGigabyteOfOutput(t *testing.T) {
+	t.Parallel()
+	var p *provider
+	var r *belayRun
+	path, size, peak := "", int64(0), 0
+	p = serve(t, bash(`head -c 1073741824 /dev/zero | tr '\0' x`), answer(func() string {
+		peak = memoryOf(r.cmd.Process.Pid)
+		all := p.messages(1)
+		path = regexp.MustCompile(`/\S*/belay-[0-9a-f]{8}/shell_[0-9a-f]{8}\.out`).FindString(all[len(all)-1]["content"].(string))
+		if fi, err := os.Stat(path); err == nil {
+			size = fi.Size()
+		}
+		return calls("Bash", args{"command": "head -c 5 " + path})
+	}), say("done"))
+	r = execRun(t, p)
+	r.finish(0)
+	e := r.events("tool_result")
+	out := e[0]["output"].(string)
+	if n := strings.Count(out, "x"); n != headKeep+tailKeep+strings.Count(path, "x")+strings.Count("exit", "x") || len(out) > headKeep+tailKeep+500 {
+		t.Errorf("%d bytes, %d of them output", len(out), n)
+	}
+	if !strings.Contains(out, fmt.Sprintf("\n… %d bytes left out …\n", 1<<30-headKeep-tailKeep)) || e[0]["truncated"] != true || e[0]["output_path"] != path {
+		t.Errorf("truncated=%v path=%v, end %q", e[0]["truncated"], e[0]["output_path"], out[len(out)-200:])
+	}
+	if size != spillMax || !strings.HasPrefix(e[1]["output"].(string), "xxxxx\nexit code 0") {
+		t.Errorf("file of %d bytes, read as %v", size, e[1]["output"])
+	}
+	if _, err := os.Stat(filepath.Dir(path)); !os.IsNotExist(err) {
+		t.Errorf("the scratch directory is there after the run: %v", err)
+	}
+	t.Logf("peak memory %d KiB", peak)
+	if peak == 0 || peak > 32<<10 {
+		t.Errorf("peak memory %d KiB, want at most 32 MiB", peak)
+	}
+}
+
+func TestRead(t *testing.T) {
+	t.Parallel()
+	results := outputs(t, func(dir string) {
+		os.WriteFile(dir+"/three", []byte("a\nb\r\nc"), 0o666)
+		os.WriteFile(dir+"/empty", nil, 0o666)
+		os.WriteFile(dir+"/binary", []byte("a\x00b"), 0o666)
+		os.WriteFile(dir+"/latin", []byte("a\xffb\n"), 0o666)
+		os.WriteFile(dir+"/many", bytes.Repeat([]byte("line\n"), 3000), 0o666)
+		os.WriteFile(dir+"/wide", bytes.Repeat([]byte("é"), 60<<10), 0o666)
+		syscall.Mkfifo(dir+"/fifo", 0o666)
+		os.Symlink("/proc/self/environ", dir+"/link")
+		os.Truncate(dir+"/empty", 0)
+		os.WriteFile(dir+"/huge", nil, 0o666)
+		os.Truncate(dir+"/huge", fileMax+1)
+	}, "Read", args{"path": "three"}, args{"path": "three", "offset": 2, "limit": 1}, args{"path": "three", "offset": 9}, args{"path": "empty"}, args{"path": "binary"}, args{"path": "latin"},
+		args{"path": "many"}, args{"path": "wide"}, args{"path": "fifo"}, args{"path": "/proc/self/environ"}, args{"path": "link"}, args{"path": "."}, args{"path": "/dev/zero"}, args{"path": "missing"}, args{"path": "huge"},
+		args{"path": "three", "limit": 1e300}, args{"path": "three", "extra": 1})
+	for i, want := range []string{`^     1\ta\n     2\tb\n     3\tc\n$`, `^     2\tb\n… lines 3 to 3 follow`, `has only 3 lines$`, `^$`, `is a binary file$`, "^     1\ta\uFFFDb\n$",
+		`(?s)^     1\tline\n.*  2000\tline\n… lines 2001 to 3000 follow`, `^     1\té+\n… cut in line 1 of 1`, `no regular file, or lies in /proc: refused$`, `no regular file, or lies in /proc: refused$`,
+		`no regular file, or lies in /proc: refused$`, `no regular file`, `no regular file`, `no such file or directory$`, `has 67108865 bytes, at most 67108864 can be read`, `^limit must be an integer from 1 to 2147483647$`, `unknown arguments ignored: extra`} {
+		out := results[i]["output"].(string)
+		refused := !strings.HasPrefix(out, "     ") && out != ""
+		if !regexp.MustCompile(want).MatchString(out) || (results[i]["status"] == "error") != refused || len(out) > readBytes+200 {
+			t.Errorf("Read %d: %s %.300q, want %s", i, results[i]["status"], out, want)
+		}
+	}
+}
+
+func TestWriteAndEdit(t *testing.T) {
+	t.Parallel()
+	r := execRun(t, serve(t, calls("Write", args{"path": "a/b/new", "content": "one\n"}, args{"path": "script", "content": "two\n"}, args{"path": "link", "content": "three\n"}, args{"path": "dangling", "content": "x"},
+		args{"path": "directory", "content": "x"}, args{"path": "fifo", "content": "x"}, args{"path": "/proc/self/comm", "content": "x"}, args{"path": "none"}),
+		calls("Edit", args{"path": "edited", "old": "nowhere", "new": "x"}, args{"path": "edited", "old": "twice", "new": "x"}, args{"path": "edited", "old": "twice", "new": "2", "all": true}, args{"path": "edited", "old": "once", "new": "1"},
+			args{"path": "edited", "old": "", "new": "x"}, args{"path": "edited", "old": "1", "new": "1"}, args{"path": "missing", "old": "1", "new": "2"}, args{"path": "fifo", "old": "1", "new": "2"}), say("done")))
+	w := r.workspace
+	os.WriteFile(w+"/script", []byte("old\n"), 0o600)
+	os.Chmod(w+"/script", 0o750)
+	os.WriteFile(w+"/target", []byte("old\n"), 0o640)
+	os.Symlink("target", w+"/link")
+	os.Symlink("nowhere", w+"/dangling")
+	os.Mkdir(w+"/directory", 0o777)
+	syscall.Mkfifo(w+"/fifo", 0o666)
+	os.WriteFile(w+"/edited", []byte("twice once twice\n"), 0o711)
+	if os.Getuid() == 0 {
+		os.Chown(w+"/script", nobodyID, nobodyID)
+	}
+	old, err := os.Open(w + "/script")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer old.Close()
+	r.finish(0)
+	for i, want := range []string{"wrote 4 bytes", "wrote 4 bytes", "wrote 6 bytes", "no regular file", "no regular file", "no regular file", "/proc/", "content is missing",
+		"old occurs 0 times", "old occurs 2 times in", "replaced 2 occurrences", "replaced 1 occurrences", "old must not be empty", "new must differ", "no such file", "no regular file"} {
+		if e := r.events("tool_result")[i]; !strings.Contains(e["output"].(string), want) || (e["status"] == "success") != (strings.HasPrefix(want, "wrote") || strings.HasPrefix(want, "replaced")) {
+			t.Errorf("call %d: %v, want %s", i, e, want)
+		}
+	}
+	for name, want := range map[string]string{"a/b/new": "one\n", "script": "two\n", "target": "three\n", "edited": "2 1 2\n"} {
+		if b, _ := os.ReadFile(filepath.Join(w, name)); string(b) != want {
+			t.Errorf("%s holds %q", name, b)
+		}
+	}
+	if b, _ := io.ReadAll(old); string(b) != "old\n" {
+		t.Errorf("the open old file holds %q: it was not replaced but overwritten", b)
+	}
+	for name, want := range map[string]os.FileMode{"script": 0o750, "target": 0o640, "edited": 0o711} {
+		if fi, err := os.Stat(filepath.Join(w, name)); err != nil || fi.Mode() != want {
+			t.Errorf("%s has mode %v (%v), want %v", name, fi.Mode(), err, want)
+		} else if name == "script" && os.Getuid() == 0 && fi.Sys().(*syscall.Stat_t).Uid != nobodyID {
+			t.Errorf("%s has changed its owner", name)
+		}
+	}
+	if to, err := os.Readlink(w + "/link"); err != nil || to != "target" {
+		t.Errorf("the link is %q, %v", to, err)
+	}
+	if left, _ := filepath.Glob(w + "/.belay-*"); len(left) > 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
+// -- exit codes --
+
+func TestExitCodes(t *testing.T) {
+	t.Parallel()
+	overloaded := status(503, `{"error":{"message":"overloaded"}}`)
+	for _, c := range []struct {
+		name    string
+		code    int
+		args    []string
+		replies []any
+		signal  syscall.Signal
+		meta    string // status and category
+	}{
+		{"complete", 0, nil, []any{say("done")}, 0, "completed <nil>"},
+		{"refused", 1, nil, []any{status(401, `{"error":{"message":"no"}}`)}, 0, "failed auth"},
+		{"rate limit", 75, nil, []any{status(429, `{"error":{"message":"slow down"}}`)}, 0, "failed rate_limit"},
+		{"quota", 1, nil, []any{status(429, `{"error":{"message":"You exceeded your current quota","code":"insufficient_quota"}}`)}, 0, "failed billing"},
+		{"overloaded", 75, nil, []any{overloaded}, 0, "failed overloaded"},
+		{"cut", 75, nil, []any{delta(args{"content": "half"}, nil)}, 0, "failed truncated"},
+		{"stall", 75, []string{"--set", "limits.liveness_ms=100"}, []any{hang}, 0, "failed stall"},
+		{"empty", 75, nil, []any{say("")}, 0, "failed empty"},
+		{"web page", 1, nil, []any{"<html><title>login</title></html>"}, 0, "failed not_sse"},
+		{"timeout", 124, []string{"--timeout", "300ms"}, []any{hang}, 0, "failed timeout"},
+		{"timeout of a tool", 124, []string{"--timeout", "300ms"}, []any{bash("sleep 60")}, 0, "failed timeout"},
+		{"SIGHUP", 129, nil, []any{hang}, syscall.SIGHUP, "interrupted interrupted"},
+		{"SIGINT", 130, nil, []any{hang}, syscall.SIGINT, "interrupted interrupted"},
+		{"SIGTERM", 143, nil, []any{hang}, syscall.SIGTERM, "interrupted interrupted"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			p := serve(t, c.replies...)
+			r := execRun(t, p, c.args...).start()
+			if c.signal != 0 {
+				until(t, "the request", deadline, func() bool { return p.count() > 0 })
+				r.cmd.Process.Signal(c.signal)
+			}
+			if code := r.wait(); code != c.code || r.cmd.ProcessState.Exited() == false {
+				t.Fatalf("exit code %d, want %d\n%s\n%s", code, c.code, r.out.String(), r.err.String())
+			}
+			m := r.meta()
+			if got := fmt.Sprint(m["status"], " ", m["error_category"]); got != c.meta || m["exit_code"] != float64(c.code) {
+				t.Errorf("%s, want %s: %v", got, c.meta, m)
+			}
+			all := r.events("")
+			last := []any{all[len(all)-2]["type"], all[len(all)-1]["type"]}
+			if c.code != 0 {
+				e := r.one("error")
+				last = append([]any{all[len(all)-3]["type"]}, last...)
+				if e["error"] != m["error"] || e["error_category"] != m["error_category"] || last[0] != "error" {
+					t.Errorf("error %v, metadata %v, last lines %v", e, m, last)
+				}
+			}
+		})
+	}
+}
+
+// The reader that has left before the first line, and a full disk: neither is a success.
+func TestStdoutThatCannotBeWritten(t *testing.T) {
+	t.Parallel()
+	for _, format := range []string{"stream-json", "json", "text"} {
+		for _, kind := range []string{"no reader", "full"} {
+			t.Run(format+"/"+kind, func(t *testing.T) {
+				t.Parallel()
+				r := execRun(t, serve(t, calls("Bash", persist(serviceCommand)), bash("until test -s service.pid; do sleep 0.02; done"), say("done")), "--output-format", format)
+				want := 141
+				read, write, err := os.Pipe()
+				if kind == "full" {
+					want = 1
+					write, err = os.OpenFile("/dev/full", os.O_WRONLY, 0)
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+				read.Close()
+				r.cmd.Stdout = write
+				r.finish(want)
+				write.Close()
+				b, _ := os.ReadFile(r.workspace + "/service.pid")
+				if pid, _ := strconv.Atoi(strings.TrimSpace(string(b))); pid > 0 && alive(pid) {
+					stopService(t, pid)
+					t.Errorf("the service %d is alive", pid)
+				}
+			})
+		}
+	}
+}
+
+// A prompt that is awaited on stdin does not make belay deaf to signals.
+func TestSignalWhileThePromptIsAwaited(t *testing.T) {
+	t.Parallel()
+	p := serve(t, say("done"))
+	r := execRun(t, p)
+	r.cmd.Args[len(r.cmd.Args)-1] = "-"
+	in, err := r.cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer in.Close()
+	r.start()
+	until(t, "belay waits for its stdin", deadline, func() bool {
+		b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", r.cmd.Process.Pid))
+		return bytes.Contains(b, []byte("("+r.program()+") S"))
+	})
+	r.cmd.Process.Signal(syscall.SIGTERM)
+	select {
+	case <-r.waited:
+	case <-time.After(leftWait):
+		t.Error("belay did not end on SIGTERM")
+	}
+}
+
+func TestPromptFromStdin(t *testing.T) {
+	t.Parallel()
+	p := serve(t, say("done"))
+	for text, code := range map[string]int{"do this\n": 0, "": 2} {
+		r := execRun(t, p)
+		r.cmd.Args[len(r.cmd.Args)-1], r.cmd.Stdin = "-", strings.NewReader(text)
+		r.finish(code)
+		if code == 2 && (r.out.Len() > 0 || !strings.Contains(r.err.String(), "the prompt on stdin is empty")) {
+			t.Errorf("%s%s", r.out.String(), r.err.String())
+		}
+	}
+	if all := p.messages(0); p.count() != 1 || all[1]["content"] != "do this\n" {
+		t.Errorf("%d requests, %v", p.count(), all)
+	}
+}
+
+// stuck gives a pipe that takes nothing.
+func stuck(t *testing.T) (read, write *os.File) {
+	t.Helper()
+	read, write, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { read.Close() })
+	fd := int(write.Fd()) // once: each call makes it blocking
+	syscall.SetNonblock(fd, true)
+	for n := 4096; n > 0; n /= 2 {
+		for err = nil; err == nil; {
+			_, err = syscall.Write(fd, bytes.Repeat([]byte("\n"), n))
+		}
+	}
+	syscall.SetNonblock(fd, false)
+	return read, write
+}
+
+// A stdout or stderr that stands still holds up neither a signal nor --timeout.
+func TestReaderThatStandsStill(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		format, stream string
+		code           int
+	}{{"stream-json", "stdout", 124}, {"stream-json", "stdout", 143}, {"json", "stdout", 143}, {"text", "stdout", 143}, {"text", "stderr", 143}, {"text", "stderr", 124}} {
+		t.Run(fmt.Sprint(c.format, " ", c.stream, " ", c.code), func(t *testing.T) {
+			t.Parallel()
+			tag := newTag(t)
+			self, _ := os.Executable()
+			args := []string{"--output-format", c.format}
+			if c.code == 124 {
+				args = append(args, "--timeout", "1500ms")
+			}
+			p := serve(t, calls("Bash", args_(self+" victim "+tag+" daemon; "+self+" victim "+tag+" plain", true)), bash("exit 1"), say("done"))
+			r := execRun(t, p, args...)
+			_, write := stuck(t)
+			if c.stream == "stdout" {
+				r.cmd.Stdout = write
+			} else {
+				r.cmd.Stderr = write
+			}
+			r.start()
+			write.Close()
+			if c.code == 143 {
+				until(t, "it is about to write", deadline, func() bool {
+					return c.stream == "stderr" && len(tagged(tag)) > 0 || c.stream == "stdout" && (c.format == "stream-json" || p.count() == 3)
+				})
+				<-time.After(300 * time.Millisecond) // nothing shows that it is stuck
+				r.cmd.Process.Signal(syscall.SIGTERM)
+			}
+			select {
+			case <-r.waited:
+			case <-time.After(leftWait):
+				t.Error("belay did not end")
+				r.cmd.Process.Kill()
+				<-r.waited
+			}
+			if code := r.cmd.ProcessState.ExitCode(); code != c.code {
+				t.Errorf("exit code %d, want %d", code, c.code)
+			}
+			noneLeft(t, tag)
+		})
+	}
+}
+
+func args_(command string, background bool) args {
+	return args{"command": command, "background": background}
+}
+
+// A json object or an answer that was not taken whole when a signal came is not
+// completed afterwards: it would say completed although the services were ended.
+func TestSignalWhileTheResultIsWritten(t *testing.T) {
+	t.Parallel()
+	p := serve(t, calls("Bash", persist(serviceCommand)), bash("until test -s service.pid; do sleep 0.02; done"), say(strings.Repeat("word ", 40_000)))
+	r := execRun(t, p, "--output-format", "json")
+	read, write, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer read.Close()
+	r.cmd.Stdout = write
+	r.start()
+	write.Close()
+	pid := pidFile(t, r.workspace+"/service.pid")
+	until(t, "the receipt is recorded", deadline, func() bool {
+		b, _ := os.ReadFile(r.home + "/.belay/services/released.jsonl")
+		return len(b) > 0
+	})
+	first := make([]byte, 1)
+	read.Read(first) // it is being written
+	r.cmd.Process.Signal(syscall.SIGTERM)
+	rest := make(chan []byte)
+	go func() { b, _ := io.ReadAll(read); rest <- b }()
+	code := r.wait()
+	b := append(first, <-rest...)
+	if code == 0 { // the reader was faster than the signal
+		stopService(t, pid)
+		if !json.Valid(b) || !alive(pid) {
+			t.Errorf("exit code 0, service alive=%v, valid=%v", alive(pid), json.Valid(b))
+		}
+		return
+	}
+	if line, _, whole := bytes.Cut(b, []byte("\n")); code != 143 || alive(pid) || whole && json.Valid(line) && bytes.Contains(line, []byte(`"completed"`)) {
+		t.Errorf("exit code %d, service alive=%v, %d bytes ending in %q", code, alive(pid), len(b), b[max(0, len(b)-400):])
+	}
+}
+
+// A stopped keeper cannot see that belay was killed: the kernel must wake it.
+func TestStoppedKeeperAndKilledBelay(t *testing.T) {
+	t.Parallel()
+	for _, sig := range []syscall.Signal{syscall.SIGKILL, syscall.SIGTERM} {
+		t.Run(sig.String(), func(t *testing.T) {
+			t.Parallel()
+			tag := newTag(t)
+			self, _ := os.Executable()
+			r := execRun(t, serve(t, bash(self+" victim "+tag+" daemon; kill -STOP $PPID; "+self+" victim "+tag+" plain"))).start()
+			until(t, "both victims, below a stopped keeper", deadline, func() bool {
+				keepers := keepersOf(r.cmd.Process.Pid)
+				if len(keepers) != 1 || len(tagged(tag)) != 2 {
+					return false
+				}
+				p, _ := readProc(keepers[0])
+				return p.state == 'T'
+			})
+			r.cmd.Process.Signal(sig)
+			r.wait()
+			noneLeft(t, tag)
+		})
+	}
+}
+
+// A directory of the user is no leftover of a dead run, whatever its name.
+func TestScratchLeavesOtherDirectoriesAlone(t *testing.T) {
+	t.Parallel()
+	r := execRun(t, serve(t, bash("echo $TMPDIR"), say("done")))
+	tmp := t.TempDir()
+	os.Chmod(tmp, 0o777)
+	for _, name := range []string{"belay-projects", "belay-0123abcd", "belay-demo-123"} {
+		os.Mkdir(filepath.Join(tmp, name), 0o700)
+		os.WriteFile(filepath.Join(tmp, name, "file"), nil, 0o600)
+	}
+	r.cmd.Env = append(r.cmd.Env, "TMPDIR="+tmp)
+	r.finish(0)
+	left, _ := os.ReadDir(tmp)
+	var names []string
+	for _, e := range left {
+		names = append(names, e.Name())
+	}
+	if !slices.Equal(names, []string{"belay-demo-123", "belay-projects"}) {
+		t.Errorf("after the run: %v", names)
+	}
+	if out := r.one("tool_result")["output"].(string); !strings.HasPrefix(out, tmp+"/belay-") {
+		t.Errorf("TMPDIR of a command: %s", out)
+	}
+}
+
+// -- formats --
+
+// The fields of each event, in order of docs/protocol.md; ? may be absent.
+func eventFields() map[string]string {
+	return map[string]string{
+		"start": "session_id model workspace sandbox network version", "content": "content", "reasoning": "content", "tool_use": "id name input started_at",
+		"tool_result": "id name output status exit_code? error_category? truncated? output_path? started_at completed_at duration_ms",
+		"turn_usage":  "turn input_tokens? output_tokens? cached_tokens? reasoning_tokens? duration_ms", "retry": "attempt delay_ms error_category error discard_content",
+		"service_released": "task_id pid process_group_id ownership log", "service_stopped": "task_id pid reason", "notice": "message", "error": "error error_category", "metadata": "meta", "done": "",
+	}
+}
+
+const metaFields = "status exit_code stop_reason error_category? error? session_id model workspace sandbox turns tool_calls input_tokens? output_tokens? cached_tokens? reasoning_tokens? duration_ms"
+
+// wantFields checks the names of an object and their order.
+func wantFields(t *testing.T, line []byte, want string) {
+	t.Helper()
+	d := json.NewDecoder(bytes.NewReader(line))
+	d.Token()
+	rest := strings.Fields(want)
+	for d.More() {
+		name, err := d.Token()
+		var v json.RawMessage
+		if err != nil || d.Decode(&v) != nil || string(v) == "null" {
+			t.Fatalf("%v in %s", err, line)
+		}
+		for len(rest) > 0 && rest[0] != name && rest[0] == strings.TrimSuffix(rest[0], "?")+"?" && strings.TrimSuffix(rest[0], "?") != name {
+			rest = rest[1:]
+		}
+		if len(rest) == 0 || strings.TrimSuffix(rest[0], "?") != name {
+			t.Fatalf("field %v, want %v in %s", name, rest, line)
+		}
+		rest = rest[1:]
+	}
+	for _, name := range rest {
+		if !strings.HasSuffix(name, "?") {
+			t.Fatalf("field %s is missing in %s", name, line)
+		}
+	}
+}
+
+func (r *belayRun) types() (out []string) {
+	for _, e := range r.events("") {
+		out = append(out, e["type"].(string))
+	}
+	return out
+}
+
+func TestStreamJSONIsExact(t *testing.T) {
+	t.Parallel()
+	thinking := delta(args{"reasoning_content": "hm\u2028"}, nil) + delta(args{"content": "I look: <b>&\x1b\n"}, nil)
+	p := serve(t, thinking+bash("echo out"), status(503, `{"error":"busy"}`), calls("Bash", persist(serviceCommand)), say("do"+"ne"))
+	r := execRun(t, p, "--set", "limits.retry_backoff_ms=[1]").finish(0)
+	stopService(t, int(r.one("service_released")["pid"].(float64)))
+	if got, want := r.types(), []string{"start", "reasoning", "content", "turn_usage", "tool_use", "tool_result", "retry", "turn_usage", "tool_use", "tool_result", "content", "turn_usage", "service_released", "metadata", "done"}; !slices.Equal(got, want) {
+		t.Errorf("events %v,\nwant   %v", got, want)
+	}
+	checkEvents(t, r)
+	if strings.Contains(r.out.String(), `\u003c`) || r.events("content")[0]["content"] != "I look: <b>&\x1b\n" || strings.ContainsRune(r.out.String(), '\x1b') {
+		t.Errorf("content %q", r.events("content")[0])
+	}
+	if retry := r.one("retry"); retry["attempt"] != 1.0 || retry["delay_ms"] != 1.0 || retry["error_category"] != "overloaded" || retry["discard_content"] != false {
+		t.Errorf("retry %v", retry)
+	}
+	if u := r.events("turn_usage"); u[0]["turn"] != 1.0 || u[2]["turn"] != 3.0 || u[0]["input_tokens"] != 12.0 || u[0]["output_tokens"] != 4.0 {
+		t.Errorf("usage %v", u)
+	}
+	if m := r.meta(); m["turns"] != 3.0 || m["tool_calls"] != 2.0 || m["input_tokens"] != 36.0 || m["output_tokens"] != 12.0 || m["stop_reason"] != "end" || m["session_id"] != r.one("start")["session_id"] {
+		t.Errorf("metadata %v", m)
+	}
+}
+
+// checkEvents holds every line against the table of the contract.
+func checkEvents(t *testing.T, r *belayRun) {
+	t.Helper()
+	fields := eventFields()
+	for line := range strings.Lines(r.out.String()) {
+		var e struct {
+			Type string
+			Meta json.RawMessage
+		}
+		json.Unmarshal([]byte(line), &e)
+		names, known := fields[e.Type]
+		if !known || !strings.HasSuffix(line, `"schema":"belay.exec-stream","schema_version":1}`+"\n") {
+			t.Fatalf("unknown type or no schema at the end: %s", line)
+		}
+		wantFields(t, []byte(line), "type "+names+" schema schema_version")
+		if e.Type == "metadata" {
+			wantFields(t, e.Meta, metaFields)
+		}
+	}
+}
+
+// What was not reported is absent, never zero.
+func TestUsageThatIsNotReported(t *testing.T) {
+	t.Parallel()
+	plain := chunk(args{"choices": []any{args{"index": 0, "delta": args{"content": "done"}, "finish_reason": "stop"}}})
+	r := execRun(t, serve(t, plain+"data: [DONE]\n\n")).finish(0)
+	if m := r.meta(); len(r.events("turn_usage")) > 0 || m["input_tokens"] != nil || m["output_tokens"] != nil {
+		t.Errorf("metadata %v", m)
+	}
+	half := chunk(args{"choices": []any{args{"index": 0, "delta": args{"content": "done"}, "finish_reason": "stop"}}, "usage": args{"prompt_tokens": 7}})
+	r = execRun(t, serve(t, half+"data: [DONE]\n\n")).finish(0)
+	if u := r.one("turn_usage"); u["input_tokens"] != 7.0 || u["output_tokens"] != nil || u["cached_tokens"] != nil {
+		t.Errorf("usage %v", u)
+	}
+}
+
+// A cut stream is sent again, byte for byte, and its text is not in the history.
+func TestCutStreamIsSentAgain(t *testing.T) {
+	t.Parallel()
+	p := serve(t, delta(args{"content": "half an ans"}, nil), bash("true"), say("whole"))
+	r := execRun(t, p, "--set", "limits.retry_backoff_ms=[1]").finish(0)
+	if e := r.one("retry"); e["discard_content"] != true || e["error_category"] != "truncated" {
+		t.Errorf("retry %v", e)
+	}
+	if a, b := fmt.Sprint(p.messages(0)), fmt.Sprint(p.messages(1)); a != b || strings.Contains(fmt.Sprint(p.messages(2)), "half an ans") {
+		t.Errorf("%s\n%s\n%v", a, b, p.messages(2))
+	}
+	checkEvents(t, r)
+}
+
+func TestJSONFormat(t *testing.T) {
+	t.Parallel()
+	r := execRun(t, serve(t, bash("echo out"), calls("Bash", persist(serviceCommand)), say("done")), "--output-format", "json").finish(0)
+	var o struct {
+		Status, Output  string
+		Exit            int `json:"exit_code"`
+		Tools, Services []map[string]any
+	}
+	if err := json.Unmarshal(r.out.Bytes(), &o); err != nil || bytes.Count(r.out.Bytes(), []byte("\n")) != 1 {
+		t.Fatalf("%v in %s", err, r.out.String())
+	}
+	wantFields(t, r.out.Bytes(), metaFields+" output tools? services?")
+	if o.Status != "completed" || o.Output != "done" || len(o.Tools) != 2 || len(o.Services) != 1 || o.Tools[0]["output"] != "out\nexit code 0" {
+		t.Fatalf("%s", r.out.String())
+	}
+	stopService(t, int(o.Services[0]["pid"].(float64)))
+
+	r = execRun(t, serve(t, bash("echo out"), ends("partial", "content_filter")), "--output-format", "json").finish(1)
+	o.Output = ""
+	if err := json.Unmarshal(r.out.Bytes(), &o); err != nil || o.Status != "failed" || o.Exit != 1 || o.Output != "" {
+		t.Errorf("%v: %s", err, r.out.String())
+	}
+}
+
+func TestTextFormat(t *testing.T) {
+	t.Parallel()
+	first := delta(args{"content": "I look first."}, nil)
+	r := execRun(t, serve(t, first+bash("echo out"), calls("Bash", persist(serviceCommand)), say("the answer\nin two lines\n\n")), "--output-format", "text").finish(0)
+	if r.out.String() != "the answer\nin two lines\n\n" && r.out.String() != "the answer\nin two lines\n" {
+		t.Errorf("stdout %q", r.out.String())
+	}
+	m := regexp.MustCompile(`service_released \{"task_id":"shell_[0-9a-f]{8}","pid":(\d+)`).FindStringSubmatch(r.err.String())
+	if m == nil || !regexp.MustCompile(`(?m)^  success in \d+ ms: Bash \{"command":"echo out"\}$`).MatchString(r.err.String()) {
+		t.Fatalf("stderr %q", r.err.String())
+	}
+	pid, _ := strconv.Atoi(m[1])
+	stopService(t, pid)
+
+	for _, replies := range [][]any{{ends("partial", "content_filter")}, {first + bash("true"), status(500, "no")}, {ends("cut ", "length")}} {
+		r = execRun(t, serve(t, replies...), "--output-format", "text")
+		if r.start().wait() == 0 || r.out.Len() > 0 || !strings.Contains("\n"+r.err.String(), "\n"+r.program()+": ") {
+			t.Errorf("stdout %q, stderr %q", r.out.String(), r.err.String())
+		}
+	}
+}
+
+// Neither a terminal nor a CI runner obeys what a model or a tool said. GitHub
+// takes ::command:: after blanks at the start of a line and ##[command]
+// anywhere, Azure ##vso[command] anywhere.
+func TestStderrObeysNobody(t *testing.T) {
+	t.Parallel()
+	evil := "\x1b]0;title\x07\x9b31m\r::error::x\n::add-mask::a\n  ::stop-commands::b\n##[error]c\n###[set-env name=d]e\n##vso[task.x]f\x7f"
+	replies := []any{bash("printf '%s' '" + evil + "'; exit 1"), calls(evil, args{"x": evil}), calls("Read", args{"path": evil}), status(400, string(jsonOf(args{"error": args{"message": evil}})))}
+	for _, format := range []string{"text", "json"} {
+		r := execRun(t, serve(t, replies...), "--output-format", format, "--verbose").finish(1)
+		for _, c := range r.err.String() {
+			if c != '\n' && c != '\t' && (c < ' ' || c >= 0x7f && c < 0xa0) {
+				t.Fatalf("control character %q in %q", c, r.err.String())
+			}
+		}
+		for line := range strings.Lines(r.err.String()) {
+			if strings.HasPrefix(strings.TrimSpace(line), "::") || strings.Contains(line, "##") {
+				t.Errorf("a CI runner may obey %q", line)
+			}
+		}
+	}
+}
+
+// -- the command line and the configuration --
+
+func TestBadInputStartsNothing(t *testing.T) {
+	t.Parallel()
+	p := serve(t, say("never"))
+	file := func(r *belayRun, text string) string {
+		path := filepath.Join(r.workspace, "config.toml")
+		os.WriteFile(path, []byte(text), 0o666)
+		return path
+	}
+	for _, c := range []struct {
+		name  string
+		want  []string
+		setup func(*belayRun)
+	}{
+		{"unknown flag", []string{"--colour"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "exec", "--colour", "red", "do it") }},
+		{"no command", []string{"found command"}, func(r *belayRun) {}},
+		{"unknown command", []string{`found command "fly"`}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "fly") }},
+		{"no prompt", []string{"found no prompt"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "exec") }},
+		{"empty prompt", []string{"found no prompt"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "exec", " ") }},
+		{"missing model", []string{"found no model", "BELAY_MODEL"}, func(r *belayRun) {
+			r.cmd.Env = append(r.cmd.Env, "BELAY_MODEL=")
+			r.cmd.Args = append(r.cmd.Args, "exec", "do it")
+		}},
+		{"no URL", []string{"export BELAY_BASE_URL=", "export BELAY_MODEL=", "export BELAY_API_KEY="}, func(r *belayRun) {
+			r.cmd.Env = append(r.cmd.Env, "BELAY_BASE_URL=")
+			r.cmd.Args = append(r.cmd.Args, "exec", "do it")
+		}},
+		{"bad URL", []string{"--base-url"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "exec", "--base-url", "ftp://x", "do it") }},
+		{"plain http", []string{"plain http to 127.example.com", "BELAY_ALLOW_INSECURE_HTTP"}, func(r *belayRun) {
+			r.cmd.Args = append(r.cmd.Args, "exec", "--base-url", "http://127.example.com", "do it")
+		}},
+		{"config missing", []string{"no such file"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "--config", "/nowhere.toml", "exec", "do it") }},
+		{"config unreadable", []string{"is a directory"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "--config", r.workspace, "exec", "do it") }},
+		{"config invalid", []string{"config.toml:1:", "config.toml:2:", "config.toml:3:"}, func(r *belayRun) {
+			r.cmd.Args = append(r.cmd.Args, "--config", file(r, "limits.max_turns = 0\ninfer.nodel = \"x\"\nexec.network = \"yes\"\n"), "exec", "do it")
+		}},
+		{"config is no TOML", []string{"config.toml:2:"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "--config", file(r, "\nx\n"), "exec", "do it") }},
+		{"unknown sandbox", []string{"--sandbox", "strict", "read-only|workspace-write|external-sandbox|danger-full-access"}, func(r *belayRun) {
+			r.cmd.Args = append(r.cmd.Args, "exec", "--auto", "--sandbox", "strict", "do it")
+		}},
+		{"sandbox of the environment", []string{"BELAY_SANDBOX", "strict"}, func(r *belayRun) {
+			r.cmd.Env = append(r.cmd.Env, "BELAY_SANDBOX=strict")
+			r.cmd.Args = append(r.cmd.Args, "exec", "--auto", "do it")
+		}},
+		{"workspace missing", []string{"/nowhere", "not a directory"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "-C", "/nowhere", "exec", "do it") }},
+		{"workspace is a file", []string{"config.toml", "not a directory"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "--workspace", file(r, ""), "exec", "do it") }},
+		{"two formats", []string{"--json"}, func(r *belayRun) {
+			r.cmd.Args = append(r.cmd.Args, "exec", "--json", "--output-format", "text", "do it")
+		}},
+		{"record and replay", []string{"--record"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "exec", "--record", "a", "--replay", "b", "do it") }},
+		{"replay missing", []string{"no such file"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "exec", "--replay", "b", "do it") }},
+		{"replay is none", []string{"read the recording, line 1"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "exec", "--replay", file(r, "x\n"), "do it") }},
+		{"bad timeout", []string{"--timeout"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "exec", "--timeout", "soon", "do it") }},
+		{"bad --max-turns", []string{"--max-turns"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "exec", "--max-turns", "0", "do it") }},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			r := prepare(t, []string{"BELAY_BASE_URL=" + p.URL, "BELAY_MODEL=m", "BELAY_API_KEY=sk-hidden-key"})
+			c.setup(r)
+			r.finish(2)
+			for _, want := range c.want {
+				if !strings.Contains(r.err.String(), want) {
+					t.Errorf("stderr %q, want %q", r.err.String(), want)
+				}
+			}
+			if r.out.Len() > 0 || !strings.HasPrefix(r.err.String(), r.program()+": ") || strings.Contains(r.err.String(), "sk-hidden-key") {
+				t.Errorf("stdout %q, stderr %q", r.out.String(), r.err.String())
+			}
+		})
+	}
+	t.Cleanup(func() {
+		if n := p.count(); n > 0 {
+			t.Errorf("%d requests were sent", n)
+		}
+	})
+}
+
+// A sandbox that cannot be enforced is a refusal before any request: exit 1.
+func TestRefusedWorkspaceOfTheSandbox(t *testing.T) {
+	t.Parallel()
+	p := serve(t, say("never"))
+	r := prepare(t, []string{"BELAY_BASE_URL=" + p.URL, "BELAY_MODEL=m"}, "-C", "/", "exec", "--auto", "do it").finish(1)
+	if p.count() > 0 || r.out.Len() > 0 || !strings.Contains(r.err.String(), "belay exec --sandbox external-sandbox") {
+		t.Errorf("%d requests, stdout %q, stderr %q", p.count(), r.out.String(), r.err.String())
+	}
+}
+
+func TestHelpAndVersion(t *testing.T) {
+	t.Parallel()
+	for _, a := range [][]string{{"help"}, {"--help"}, {"exec", "--help"}, {"help", "exec"}} {
+		if r := prepare(t, nil, a...).finish(0); !strings.Contains(r.out.String(), "belay [global flags] exec") || r.err.Len() > 0 {
+			t.Errorf("%v: %q %q", a, r.out.String(), r.err.String())
+		}
+	}
+	for _, a := range [][]string{{"version"}, {"--version"}} {
+		if r := prepare(t, nil, a...).finish(0); !strings.HasPrefix(r.out.String(), r.program()+" ") || r.err.Len() > 0 {
+			t.Errorf("%v: %q %q", a, r.out.String(), r.err.String())
+		}
+	}
+}
+
+// -- the turn loop --
+
+func system(p *provider) string { s, _ := p.messages(0)[0]["content"].(string); return s }
+
+func TestAgentsFile(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		name, want, notice string
+		absent             bool
+		args               []string
+		setup              func(path string)
+	}{
+		{name: "read", want: "be kind", setup: func(path string) { os.WriteFile(path, []byte("be kind"), 0o666) }},
+		{name: "cut", want: "xxx", notice: "longer than 32768 bytes", setup: func(path string) {
+			os.WriteFile(path, append(bytes.Repeat([]byte("x"), agentsMax), "be kind"...), 0o666)
+		}, absent: true},
+		{name: "not asked for", args: []string{"--no-project-config"}, setup: func(path string) { os.WriteFile(path, []byte("be kind"), 0o666) }, absent: true},
+		{name: "link within", want: "be kind", setup: func(path string) {
+			os.WriteFile(filepath.Dir(path)+"/other", []byte("be kind"), 0o666)
+			os.Symlink("other", path)
+		}},
+		{name: "link out", notice: "AGENTS.md cannot be read", setup: func(path string) {
+			other := filepath.Join(filepath.Dir(filepath.Dir(path)), "secret")
+			os.WriteFile(other, []byte("be kind"), 0o666)
+			os.Symlink(other, path)
+		}, absent: true},
+		{name: "FIFO", notice: "no regular file", setup: func(path string) { syscall.Mkfifo(path, 0o666) }, absent: true},
+		{name: "directory", notice: "no regular file", setup: func(path string) { os.Mkdir(path, 0o777) }, absent: true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			p := serve(t, say("done"))
+			r := execRun(t, p, append(c.args, "--append-system-prompt", "the very end")...)
+			c.setup(r.workspace + "/AGENTS.md")
+			r.finish(0)
+			s := system(p)
+			if !strings.Contains(s, c.want) || strings.Contains(s, "be kind") == c.absent || !strings.HasSuffix(s, "the very end") || !strings.Contains(s, r.workspace) {
+				t.Errorf("system prompt %q", s)
+			}
+			if notices := r.events("notice"); (c.notice == "") != (len(notices) == 0) || c.notice != "" && !strings.Contains(notices[0]["message"].(string), c.notice) {
+				t.Errorf("notices %v", notices)
+			}
+		})
+	}
+}
+
+func TestWithoutAutoThereAreNoTools(t *testing.T) {
+	t.Parallel()
+	p := serve(t, bash("touch ran"), say("done"))
+	r := prepare(t, []string{"BELAY_BASE_URL=" + p.URL, "BELAY_MODEL=m"}, "exec", "--output-format", "stream-json", "do it").finish(0)
+	if p.requests[0]["tools"] != nil || r.one("tool_result")["status"] != "error" || !strings.Contains(r.one("notice")["message"].(string), "--auto") {
+		t.Errorf("%v\n%s", p.requests[0]["tools"], r.out.String())
+	}
+	if _, err := os.Stat(r.workspace + "/ran"); err == nil {
+		t.Error("a tool ran without --auto")
+	}
+}
+
+func TestBudgets(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		args  []string
+		want  string
+		calls int
+	}{{[]string{"--max-turns", "2"}, "--max-turns", 2}, {[]string{"--set", "limits.max_total_tokens=20"}, "limits.max_total_tokens", 2}} {
+		p := serve(t, bash("true"))
+		r := execRun(t, p, c.args...).finish(1)
+		if m := r.meta(); m["error_category"] != "budget_exhausted" || !strings.Contains(m["error"].(string), c.want) || p.count() != c.calls || m["turns"] != float64(c.calls) {
+			t.Errorf("%d requests, metadata %v", p.count(), m)
+		}
+	}
+	execRun(t, serve(t, bash("true"), say("done")), "--max-turns", "2").finish(0)
+}
+
+func TestLengthEndings(t *testing.T) {
+	t.Parallel()
+	two := func(second string) string {
+		return delta(args{"tool_calls": []any{
+			args{"index": 0, "id": "a", "type": "function", "function": args{"name": "Bash", "arguments": `{"command":"touch first"}`}},
+			args{"index": 1, "id": "b", "type": "function", "function": args{"name": "Bash", "arguments": second}}}}, nil) + delta(args{}, "length") + "data: [DONE]\n\n"
+	}
+	p := serve(t, ends("Hello ", "length"), ends("", "max_tokens"), say("world"))
+	if r := execRun(t, p, "--output-format", "text").finish(0); r.out.String() != "Hello world\n" {
+		t.Errorf("stdout %q", r.out.String())
+	}
+	if roles := fmt.Sprint(p.messages(2)); strings.Count(roles, "role:assistant") != 1 || !strings.Contains(roles, "Continue where it ended") {
+		t.Errorf("history %s", roles)
+	}
+
+	p = serve(t, two(`{"command":"touch second`), say("done"))
+	r := execRun(t, p).finish(0)
+	if _, err := os.Stat(r.workspace + "/first"); err != nil || len(r.events("tool_result")) != 1 || strings.Contains(fmt.Sprint(p.messages(1)), "second") {
+		t.Errorf("%v, %s", err, r.out.String())
+	}
+
+	p = serve(t, ends("a", "length"))
+	if m := execRun(t, p).finish(1).meta(); m["error_category"] != "length" || p.count() != 3 {
+		t.Errorf("%d requests, metadata %v", p.count(), m)
+	}
+	p = serve(t, ends("a", "length"), ends("b", "length"), bash("true"), ends("c", "length"), ends("d", "length"), say("e"))
+	execRun(t, p).finish(0)
+}
+
+// Finish words that are not known mean an answer that may be incomplete.
+func TestFinishWords(t *testing.T) {
+	t.Parallel()
+	for word, category := range map[string]any{"banana": "malformed", "content_filter": "content_filter", "stop": nil, "end_turn": nil} {
+		r := execRun(t, serve(t, strings.ReplaceAll(bash("touch ran"), "tool_calls\",\"index", word+"\",\"index"), ends("text", word)))
+		code := 1
+		if category == nil {
+			code = 0
+		}
+		reply := ends("text", word)
+		if code == 1 { // with a call, which must not run
+			reply = strings.Replace(bash("touch ran"), `"finish_reason":"tool_calls"`, `"finish_reason":"`+word+`"`, 1)
+		}
+		r = execRun(t, serve(t, reply)).finish(code)
+		if m := r.meta(); m["error_category"] != category {
+			t.Errorf("%s: %v", word, m)
+		}
+		if _, err := os.Stat(r.workspace + "/ran"); err == nil || len(r.events("tool_use")) > 0 {
+			t.Errorf("%s: the call ran", word)
+		}
+	}
+}
+
+// A server that counts: results of older turns make room, the newest two stay.
+func TestContextIsShortened(t *testing.T) {
+	t.Parallel()
+	const room = 9000 // bytes of tool results
+	var p *provider
+	turn, refusals := 0, 0
+	p = serve(t, func(w http.ResponseWriter, r *http.Request) {
+		size := 0
+		all := p.messages(p.count() - 1)
+		for _, m := range all {
+			if m["role"] == "tool" {
+				size += len(m["content"].(string))
+			}
+		}
+		if size > room {
+			refusals++
+			status(400, `{"error":{"message":"This model's maximum context length is 9000","code":"context_length_exceeded"}}`)(w, r)
+			return
+		}
+		if turn++; turn == 6 {
+			io.WriteString(w, say("done"))
+			return
+		}
+		io.WriteString(w, bash(fmt.Sprintf("echo begin%d; head -c 2900 /dev/zero | tr '\\0' %d", turn, turn)))
+	})
+	r := execRun(t, p).finish(0)
+	last := ""
+	for _, m := range p.messages(p.count() - 1) {
+		if m["role"] == "tool" {
+			last += m["content"].(string)
+		}
+	}
+	for n := 1; n <= 5; n++ {
+		if whole := strings.Contains(last, fmt.Sprintf("begin%d", n)); n >= 4 && !whole {
+			t.Errorf("result %d is not there", n)
+		} else if n == 1 && whole {
+			t.Errorf("result %d is there", n)
+		}
+	}
+	if refusals == 0 || !strings.Contains(last, "bytes was left out to make room]") || len(r.events("retry")) > 0 || len(r.events("notice")) == 0 {
+		t.Errorf("%d refusals, events %v", refusals, r.types())
+	}
+
+	p = serve(t, bash("true"), bash("true"), bash("true"), bash("true"), status(400, `{"error":{"message":"x","code":"context_length_exceeded"}}`))
+	r = execRun(t, p).finish(1)
+	if m := r.meta(); m["error_category"] != "context_length" || p.count() > 7 {
+		t.Errorf("%d requests, metadata %v", p.count(), m)
+	}
+	p = serve(t, status(400, `{"error":{"message":"x","code":"context_length_exceeded"}}`))
+	r = execRun(t, p).finish(1)
+	if p.count() != 1 || len(r.events("notice")) > 0 {
+		t.Errorf("%d requests, notices %v", p.count(), r.events("notice"))
+	}
+}
+
+func TestUnixSocketServer(t *testing.T) {
+	t.Parallel()
+	dir, err := os.MkdirTemp("", "b") // short: a socket path has at most 107 bytes
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	l, err := net.Listen("unix", dir+"/s")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) { io.WriteString(w, say(r.URL.Path)) }))
+	s.Listener.Close()
+	s.Listener = l
+	s.Start()
+	t.Cleanup(s.Close)
+	r := prepare(t, []string{"BELAY_MODEL=m", "BELAY_BASE_URL=unix:" + dir + "/s", "http_proxy=http://127.0.0.1:1"}, "exec", "do it").finish(0)
+	if r.out.String() != "/v1/chat/completions\n" {
+		t.Errorf("stdout %q, stderr %q", r.out.String(), r.err.String())
+	}
+}
+
+func TestRecordAndReplay(t *testing.T) {
+	t.Parallel()
+	p := serve(t, bash("echo out"), say("done"))
+	r := execRun(t, p, "--record", "tape")
+	r.cmd.Env = append(r.cmd.Env, "BELAY_API_KEY=sk-very-secret")
+	r.finish(0)
+	tape, err := os.ReadFile(r.workspace + "/tape")
+	if err != nil || bytes.Count(tape, []byte("\n")) != 2 || bytes.Contains(tape, []byte("sk-very-secret")) || bytes.Contains(tape, []byte("do it")) {
+		t.Fatalf("%v: %s", err, tape)
+	}
+	if fi, _ := os.Stat(r.workspace + "/tape"); fi.Mode() != 0o600 {
+		t.Errorf("mode %v", fi.Mode())
+	}
+	again := prepare(t, nil, "exec", "--auto", "--sandbox", "danger-full-access", "--output-format", "stream-json", "--replay", r.workspace+"/tape", "do it").finish(0)
+	if again.one("tool_result")["output"] != "out\nexit code 0" || p.count() != 2 {
+		t.Errorf("%d requests, %s", p.count(), again.out.String())
+	}
+	one, _, _ := bytes.Cut(tape, []byte("\n"))
+	os.WriteFile(r.workspace+"/tape", append(one, '\n'), 0o600)
+	short := prepare(t, nil, "exec", "--auto", "--sandbox", "danger-full-access", "--output-format", "stream-json", "--replay", r.workspace+"/tape", "do it").finish(1)
+	if m := short.meta(); !strings.Contains(m["error"].(string), "holds no further response") {
+		t.Errorf("metadata %v", m)
+	}
+}
+
+// The key reaches the server and nothing else.
+func TestKeyIsNowhereButInTheRequest(t *testing.T) {
+	t.Parallel()
+	const key = "sk-very-secret"
+	p := serve(t, bash("env; cat /proc/$PPID/environ /proc/$PPID/cmdline | tr '\\0' '\\n'; cat /proc/self/environ | tr '\\0' '\\n'"), status(401, `{"error":{"message":"bad key `+key+`"}}`))
+	r := execRun(t, p, "--verbose")
+	r.cmd.Env = append(r.cmd.Env, "BELAY_API_KEY="+key, "MY_TOKEN=t-secret", "PGPASSWORD=p-secret", "KEEP_ME=kept")
+	r.finish(1)
+	if p.headers[0].Get("Authorization") != "Bearer "+key {
+		t.Errorf("headers %v", p.headers[0])
+	}
+	if all := r.out.String() + r.err.String(); strings.Contains(all, key) || strings.Contains(all, "-secret") || !strings.Contains(all, "KEEP_ME=kept") || !strings.Contains(all, "BELAY_RUN="+r.one("start")["session_id"].(string)) {
+		t.Errorf("%s\n%s", r.out.String(), r.err.String())
+	}
+}
+
+// -- demo --
+
+func TestDemo(t *testing.T) {
+	t.Parallel()
+	for _, user := range []uint32{uint32(os.Getuid()), nobodyID} {
+		if os.Getuid() != 0 && int(user) != os.Getuid() {
+			continue
+		}
+		t.Run(fmt.Sprint("uid ", user), func(t *testing.T) {
+			t.Parallel()
+			r := prepare(t, nil, "demo", "--output-format", "stream-json")
+			if int(user) != os.Getuid() {
+				r.as(user)
+				os.Chown(r.home, int(user), int(user))
+			}
+			r.cmd.Env = append(r.cmd.Env, "TMPDIR="+r.workspace)
+			r.finish(0)
+			checkEvents(t, r)
+			released := r.one("service_released")
+			pid := int(released["pid"].(float64))
+			stopService(t, pid)
+			if !alive(pid) || !strings.Contains(r.err.String(), r.program()+" services stop TASK") {
+				t.Errorf("alive=%v, stderr %q", alive(pid), r.err.String())
+			}
+			command := func(want int, args ...string) string {
+				s := prepare(t, nil, args...)
+				s.cmd.Env, s.cmd.SysProcAttr = r.cmd.Env, r.cmd.SysProcAttr
+				s.finish(want)
+				return s.out.String() + s.err.String()
+			}
+			task := released["task_id"].(string)
+			if out := command(0, "services"); !strings.Contains(out, task+"  running") {
+				t.Errorf("services: %s", out)
+			}
+			if out := command(0, "services", "stop", task); out != task+": ended\n" || alive(pid) && !zombie(pid) {
+				t.Errorf("stop: %s", out)
+			}
+			if out := command(0, "services", "stop", task); out != task+": gone already\n" {
+				t.Errorf("second stop: %s", out)
+			}
+		})
+	}
+}
+
+func TestDemoInText(t *testing.T) {
+	t.Parallel()
+	r := prepare(t, nil, "demo")
+	r.cmd.Env = append(r.cmd.Env, "TMPDIR="+r.workspace)
+	r.finish(0)
+	m := regexp.MustCompile(`"pid":(\d+)`).FindStringSubmatch(r.err.String())
+	if m == nil || r.out.String() != "The service is up and answered the probe.\n" {
+		t.Fatalf("stdout %q, stderr %q", r.out.String(), r.err.String())
+	}
+	pid, _ := strconv.Atoi(m[1])
+	stopService(t, pid)
+}

@@ -1,0 +1,602 @@
+//go:build linux
+
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"os"
+	"os/exec"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// fault_test.go takes things away from belay: disk, descriptors, processes,
+// /proc, the reader of stdout, the next instant. Each fault has one right
+// outcome, and after each nothing is left.
+
+// soak is the number of rounds of a long test: BELAY_SOAK, or what CI can pay.
+func soak(rounds int) int {
+	if n, err := strconv.Atoi(os.Getenv("BELAY_SOAK")); err == nil {
+		return n
+	}
+	return rounds
+}
+
+// through starts the run from a shell line that prepares it; "$@" is belay.
+func (r *belayRun) through(line string) *belayRun {
+	r.cmd.Args = append([]string{"sh", "-c", line, "sh", r.cmd.Path}, r.cmd.Args[1:]...)
+	r.cmd.Path = "/bin/sh"
+	return r
+}
+
+// inNamespace does the same as root of a mount namespace of its own, where
+// directories can be covered and taken away.
+func (r *belayRun) inNamespace(line string, more ...string) *belayRun {
+	r.t.Helper()
+	path, err := exec.LookPath("unshare")
+	if err != nil || os.Getuid() != 0 {
+		r.t.Skip("mounting needs root and unshare")
+	}
+	r.through(line)
+	r.cmd.Args = append(append([]string{"unshare", "--mount"}, more...), append([]string{"/bin/sh"}, r.cmd.Args[1:]...)...)
+	r.cmd.Path = path
+	return r
+}
+
+// A full scratch directory stops the file of the whole output, never the
+// command or the run.
+func TestScratchFull(t *testing.T) {
+	t.Parallel()
+	command := "seq 400000 | head -c 2000000; echo; echo the end"
+	t.Run("RLIMIT_FSIZE", func(t *testing.T) {
+		t.Parallel()
+		r := execRun(t, serve(t, bash(command), say("done"))).through(`ulimit -f 100; exec "$@"`).finish(0)
+		scratchResult(t, r)
+	})
+	t.Run("tmpfs", func(t *testing.T) {
+		t.Parallel()
+		r := execRun(t, serve(t, bash(command), say("done")))
+		dir := t.TempDir()
+		r.inNamespace(`mount -t tmpfs -o size=64k x ` + dir + ` && TMPDIR=` + dir + ` exec "$@"`).finish(0)
+		scratchResult(t, r)
+	})
+}
+
+func scratchResult(t *testing.T, r *belayRun) {
+	t.Helper()
+	out := r.one("tool_result")["output"].(string)
+	if !strings.Contains(out, "the end\n(the output") || !strings.HasSuffix(out, "so the rest is lost)\nexit code 0") {
+		t.Errorf("result ends %q", out[max(0, len(out)-300):])
+	}
+}
+
+// A full home is as a read-only one: the run goes on, the printed receipt is
+// the only one.
+func TestHomeFull(t *testing.T) {
+	t.Parallel()
+	r := execRun(t, serve(t, calls("Bash", persist(serviceCommand)), say("up")))
+	dir := t.TempDir()
+	r.inNamespace(`mount -t tmpfs -o size=4k,nr_inodes=1 x ` + dir + ` && HOME=` + dir + ` exec "$@"`).finish(0)
+	e := r.one("service_released")
+	stopService(t, int(e["pid"].(float64)))
+	if e["log"] != "/dev/null" || len(r.events("notice")) == 0 {
+		t.Errorf("receipt %v, notices %v", e, r.events("notice"))
+	}
+}
+
+// Nobody reads stdout and the pipe is full: TERM ends the run all the same.
+func TestStalledReaderThenTerm(t *testing.T) {
+	t.Parallel()
+	tag := newTag(t)
+	self, _ := os.Executable()
+	long := strings.Repeat("x", 60_000)
+	p := serve(t, calls("Bash", map[string]any{"command": self + " victim " + tag + " daemon; sleep 300", "background": true}), delta(map[string]any{"content": long}, nil)+delta(map[string]any{"content": long}, nil)+bash("echo never"), hang)
+	r := execRun(t, p)
+	read, write, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer read.Close()
+	r.cmd.Stdout = write
+	r.start()
+	write.Close()
+	until(t, "the victim and the second request", deadline, func() bool { return victims(tag, "daemon") && p.count() == 2 })
+	until(t, "the pipe is full", deadline, func() bool { return !takesOneWrite(int(read.Fd()), 0) && queued(read) >= 60_000 })
+	began := time.Now()
+	r.cmd.Process.Signal(syscall.SIGTERM)
+	if code := r.wait(); code != 143 {
+		t.Errorf("exit code %d", code)
+	}
+	if took := time.Since(began); took > 12*time.Second {
+		t.Errorf("took %s", took)
+	}
+	noneLeft(t, tag)
+}
+
+// queued is how many bytes wait in a pipe.
+func queued(f *os.File) int {
+	n, _ := unix.IoctlGetInt(int(f.Fd()), unix.TIOCINQ)
+	return n
+}
+
+// Closed standard descriptors: nothing that belay opens may land on them.
+func TestClosedDescriptors(t *testing.T) {
+	t.Parallel()
+	for _, closed := range []string{"2>&-", "<&-", "<&- 2>&-"} {
+		for range 2 {
+			r := execRun(t, serve(t, bash("echo $((6 * 7)); echo err >&2; cat"), say("done"))).through(`exec "$@" ` + closed).finish(0)
+			if out := r.one("tool_result")["output"]; out != "42\nerr\nexit code 0" {
+				t.Errorf("%s: result %q", closed, out)
+			}
+			r.meta()
+		}
+	}
+	// The runtime puts the null device in place of a closed stdout: it is as
+	// if the caller had sent the receipt there. The record in the home stays.
+	t.Run("stdout", func(t *testing.T) {
+		r := execRun(t, serve(t, calls("Bash", persist(serviceCommand)), say("done"))).through(`exec "$@" >&-`).finish(0)
+		pid := pidFile(t, r.workspace+"/service.pid")
+		stopService(t, pid)
+		list, err := receipts(r.home + "/.belay")
+		if err != nil || len(list) != 1 || list[0].PID != pid || list[0].state() != "running" {
+			t.Errorf("service %d, recorded %v %v", pid, list, err)
+		}
+	})
+}
+
+func TestFewDescriptors(t *testing.T) {
+	t.Parallel()
+	many := []map[string]any{}
+	for range 12 {
+		many = append(many, map[string]any{"command": "echo x", "background": true})
+	}
+	r := execRun(t, serve(t, bash("ulimit -n"), calls("Bash", many...), bash("echo y"), say("done"))).through(`ulimit -n 32; exec "$@"`).finish(0)
+	results := r.events("tool_result")
+	if out := results[0]["output"]; out != "32\nexit code 0" {
+		t.Errorf("the command's limit: %q", out)
+	}
+	if out := results[len(results)-1]["output"]; out != "y\nexit code 0" {
+		t.Errorf("last result: %q", out)
+	}
+}
+
+// Where no more processes can be started the run fails, or tells the model and
+// goes on; nothing is left, and no command is said to have done its work.
+func TestFewProcesses(t *testing.T) {
+	if _, err := exec.LookPath("prlimit"); err != nil {
+		t.Skip("no prlimit here: not every sh can set this limit")
+	}
+	t.Parallel()
+	bound := 0
+	for _, limit := range []int{1, 4, 6, 8, 9, 10, 11, 12, 14, 16, 20, 24, 40} {
+		r := execRun(t, serve(t, calls("Bash", map[string]any{"command": "sleep 300", "background": true}), bash("sleep 300 & sleep 300 & wait"), say("done")), "--timeout", "3s")
+		if os.Getuid() == 0 {
+			r.as(uint32(200_000 + rand.IntN(1_000_000))) // the limit counts all processes of a user
+		} else {
+			limit += processesOf(os.Getuid())
+		}
+		r.through(fmt.Sprintf(`exec prlimit --nproc=%d "$@"`, limit)).start()
+		switch code := r.wait(); {
+		case code == 0 && r.events("tool_result")[1]["status"] != "error":
+			t.Errorf("limit %d: a command of 300 s succeeded: %s", limit, r.out.String())
+		case code != 124:
+			bound++
+		}
+		until(t, "no process of the run is left", leftWait, func() bool { return len(inDir(r.workspace)) == 0 })
+	}
+	if bound == 0 {
+		t.Error("the limit was never felt: nothing was tested")
+	}
+}
+
+// processesOf counts threads too, as the limit does.
+func processesOf(uid int) (n int) {
+	for _, p := range processes() {
+		if fi, err := os.Stat(fmt.Sprintf("/proc/%d", p.pid)); err == nil && int(fi.Sys().(*syscall.Stat_t).Uid) == uid {
+			tasks, _ := os.ReadDir(fmt.Sprintf("/proc/%d/task", p.pid))
+			n += len(tasks)
+		}
+	}
+	return n
+}
+
+func TestNoProc(t *testing.T) {
+	t.Parallel()
+	p := serve(t, say("done"))
+	r := execRun(t, p).inNamespace(`umount -l /proc && exec "$@"`).finish(1)
+	if text := r.err.String(); !strings.Contains(text, "/proc") || p.count() != 0 || r.out.Len() != 0 {
+		t.Errorf("stdout %q, stderr %q, %d requests", r.out.String(), text, p.count())
+	}
+}
+
+func TestBareEnvironment(t *testing.T) {
+	t.Parallel()
+	for name, change := range map[string]func(*belayRun){
+		"TMPDIR missing":  func(r *belayRun) { r.cmd.Env = append(r.cmd.Env, "TMPDIR="+r.home+"/none") },
+		"TMPDIR relative": func(r *belayRun) { r.cmd.Env = append(r.cmd.Env, "TMPDIR=none") },
+		"no variables but the URL": func(r *belayRun) {
+			r.cmd.Env = slices.DeleteFunc(r.cmd.Env, func(kv string) bool { return !strings.HasPrefix(kv, "BELAY_") })
+		},
+		"HOME relative": func(r *belayRun) { r.cmd.Env = append(r.cmd.Env, "HOME=none") },
+		"no /dev/shm":   func(r *belayRun) { r.inNamespace(`umount -l /dev/shm; exec "$@"`) },
+		"no scratch at all": func(r *belayRun) {
+			r.inNamespace(`mount -t tmpfs -o ro x /tmp; mount -t tmpfs -o ro x /dev/shm; exec "$@"`)
+		},
+	} {
+		for _, mode := range []string{"danger-full-access", "workspace-write"} {
+			t.Run(name+"/"+mode, func(t *testing.T) {
+				t.Parallel()
+				if mode == "workspace-write" {
+					needLandlock(t)
+				}
+				r := execRun(t, serve(t, bash("echo fine"), calls("Write", map[string]any{"path": "f", "content": "x"}), say("done")), "--sandbox", mode)
+				// Where /tmp is covered, what the test made there is gone.
+				if base, err := os.MkdirTemp("/var/tmp", "belay-bare-"); err == nil {
+					t.Cleanup(func() { os.RemoveAll(base) })
+					b, _ := os.ReadFile(r.cmd.Path)
+					os.WriteFile(base+"/belay", b, 0o755)
+					r.cmd.Path, r.cmd.Dir, r.workspace, r.home = base+"/belay", base+"/w", base+"/w", base+"/home"
+					os.Mkdir(r.workspace, 0o755)
+					r.cmd.Env = append(r.cmd.Env, "HOME="+r.home)
+				}
+				change(r)
+				r.finish(0)
+				results := r.events("tool_result")
+				if results[0]["output"] != "fine\nexit code 0" || results[1]["status"] != "success" {
+					t.Errorf("results %v", results)
+				}
+			})
+		}
+	}
+}
+
+// A process that was stopped past the idle limit finds its answer waiting: it
+// reads once more before it calls that a stall.
+func TestStoppedPastTheIdleLimit(t *testing.T) {
+	t.Parallel()
+	half, rest := make(chan struct{}), make(chan struct{})
+	r := execRun(t, serve(t, func(w http.ResponseWriter, q *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		io.WriteString(w, delta(map[string]any{"content": "first "}, nil))
+		w.(http.Flusher).Flush()
+		close(half)
+		<-rest
+		io.WriteString(w, say("second"))
+	}), "--set", "limits.liveness_ms=1000").start()
+	<-half
+	r.cmd.Process.Signal(syscall.SIGSTOP)
+	close(rest)
+	timer := time.NewTimer(2500 * time.Millisecond) // past the limit: this is the condition itself
+	<-timer.C
+	r.cmd.Process.Signal(syscall.SIGCONT)
+	if code := r.wait(); code != 0 {
+		t.Errorf("exit code %d\n%s", code, r.out.String())
+	}
+}
+
+// doomed is a run with all that must not be left: a pending service, a daemon
+// in its own session, a background command, and a command that ends.
+func doomed(t *testing.T, tag, format string) *belayRun {
+	self, _ := os.Executable()
+	r := execRun(t, serve(t, calls("Bash", persist(serviceCommand), map[string]any{"command": self + " victim " + tag + " daemon; exec sleep 300", "background": true}, map[string]any{"command": "echo x; sleep 0.01"}),
+		calls("Write", map[string]any{"path": "file", "content": strings.Repeat("whole\n", 1000)}), say("done")), "--output-format", format)
+	return r
+}
+
+// verdict compares a run that is over with its service. A receipt is what
+// belay told whoever started it; recorded ones that are not withdrawn count
+// only where the run ended by itself.
+func verdict(t *testing.T, r *belayRun, format string) (receipt, alive bool) {
+	t.Helper()
+	said := map[string]string{"stream-json": r.out.String(), "json": r.out.String(), "text": r.err.String()}[format]
+	receipt = strings.Contains(said, `"process_group_id"`)
+	b, _ := os.ReadFile(r.workspace + "/service.pid")
+	pid, _ := strconv.Atoi(strings.TrimSpace(string(b)))
+	if p, ok := readProc(pid); receipt || pid > 0 && ok && !p.dead() {
+		alive = pid > 0 && ok && !p.dead()
+	}
+	if file, err := os.ReadFile(r.workspace + "/file"); err == nil && len(file) != 6000 {
+		t.Errorf("a torn file of %d bytes", len(file))
+	}
+	if format == "stream-json" {
+		r.events("") // each line is whole
+	}
+	list, _ := os.ReadFile(r.home + "/.belay/services/released.jsonl")
+	for line := range strings.Lines(string(list)) {
+		if !json.Valid([]byte(line)) || !strings.HasSuffix(line, "\n") {
+			t.Errorf("a torn record: %q", line)
+		}
+	}
+	return receipt, alive
+}
+
+// clear ends a released service and then nothing may be left.
+func (r *belayRun) clear(t *testing.T, tag string) {
+	t.Helper()
+	b, _ := os.ReadFile(r.workspace + "/service.pid")
+	if pid, _ := strconv.Atoi(strings.TrimSpace(string(b))); pid > 1 && slices.Contains(inDir(r.workspace), pid) {
+		syscall.Kill(-pid, syscall.SIGKILL)
+	}
+	until(t, "no process of the run is left", leftWait, func() bool { return len(inDir(r.workspace)) == 0 && len(tagged(tag)) == 0 })
+}
+
+// SIGKILL of belay at a random moment: nothing left without a receipt, nothing
+// torn. A receipt whose service is gone is possible, between the write and the
+// moment that the keepers let go: whoever sees no exit code 0 must not trust it.
+func TestKillAtRandomMoments(t *testing.T) {
+	tally := map[string]int{}
+	span := deadline
+	for round := range soak(40) {
+		tag := newTag(t)
+		began := time.Now()
+		r := doomed(t, tag, "stream-json").start()
+		if round > 0 { // the first one runs to its end and shows how long that takes
+			timer := time.NewTimer(time.Duration(rand.Int64N(int64(span + span/2))))
+			select {
+			case <-timer.C:
+				r.cmd.Process.Kill()
+			case <-r.waited:
+			}
+		}
+		code := r.wait()
+		if code == 0 {
+			span = (min(span, time.Since(began)) + time.Since(began)) / 2 // of runs that completed: the moments are spread over it
+		}
+		receipt, _ := verdict(t, r, "stream-json")
+		left := func() bool { _, alive := verdict(t, r, "stream-json"); return alive }
+		switch {
+		case code == 0 && (!receipt || !left()):
+			t.Errorf("exit code 0, receipt %v, service alive %v", receipt, left())
+		case code == 0:
+			tally["completed"]++
+		case receipt:
+			tally["killed after the receipt"]++
+		default:
+			tally["killed before"]++
+			until(t, "the service without a receipt is gone", leftWait, func() bool { return !left() })
+		}
+		r.clear(t, tag)
+	}
+	t.Logf("%d rounds: %v", soak(40), tally)
+	if tally["killed before"] == 0 || tally["completed"] == 0 {
+		t.Errorf("one side was never seen, so nothing was tested: %v", tally)
+	}
+}
+
+// SIGTERM at each event: a receipt and alive, or no receipt and gone.
+func TestTermAtEveryEventBoundary(t *testing.T) {
+	released, stopped := 0, 0
+	for boundary := 0; ; boundary++ {
+		last := false
+		for _, jitter := range []time.Duration{0, 300 * time.Microsecond, time.Millisecond, 3 * time.Millisecond} {
+			tag := newTag(t)
+			r := doomed(t, tag, "stream-json")
+			read, write, err := os.Pipe()
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.cmd.Stdout = write
+			r.start()
+			write.Close()
+			in, seen := lines(read), 0
+			for ; seen < boundary; seen++ {
+				line, ok := <-in
+				if !ok {
+					break
+				}
+				r.out.WriteString(line + "\n")
+			}
+			timer := time.NewTimer(jitter)
+			<-timer.C
+			r.cmd.Process.Signal(syscall.SIGTERM)
+			for line := range in {
+				r.out.WriteString(line + "\n")
+			}
+			read.Close()
+			code := r.wait()
+			termVerdict(t, r, "stream-json", code, fmt.Sprintf("after event %d and %s", boundary, jitter))
+			if code == 0 {
+				released++
+			} else {
+				stopped++
+			}
+			last = last || seen < boundary
+			r.clear(t, tag)
+		}
+		if last {
+			break
+		}
+	}
+	t.Logf("%d released, %d stopped", released, stopped)
+	if released == 0 || stopped == 0 {
+		t.Errorf("one side was never seen: %d released, %d stopped", released, stopped)
+	}
+}
+
+func termVerdict(t *testing.T, r *belayRun, format string, code int, when string) {
+	t.Helper()
+	receipt, alive := verdict(t, r, format)
+	early := r.cmd.ProcessState.Sys().(syscall.WaitStatus).Signaled() && r.out.Len() == 0 // before the signals were armed nothing was started
+	switch {
+	case early && !receipt && !alive:
+	case code == 0 && receipt && alive:
+	case code == 143 && !receipt && !alive:
+	default:
+		t.Errorf("%s: exit code %d, receipt %v, service alive %v\nstdout:\n%s\nstderr:\n%s", when, code, receipt, alive, r.out.String(), r.err.String())
+	}
+}
+
+// The same for the formats whose signals stay live up to the last byte, at
+// random moments near the end.
+func TestTermAtRandomMomentsInTextAndJSON(t *testing.T) {
+	for _, format := range []string{"text", "json"} {
+		tally := map[int]int{}
+		span := deadline
+		for round := range soak(20) {
+			tag := newTag(t)
+			began := time.Now()
+			r := doomed(t, tag, format).start()
+			if round > 0 {
+				timer := time.NewTimer(span/2 + time.Duration(rand.Int64N(int64(span))))
+				select {
+				case <-timer.C:
+					r.cmd.Process.Signal(syscall.SIGTERM)
+				case <-r.waited:
+				}
+			}
+			code := r.wait()
+			if code == 0 {
+				span = (min(span, time.Since(began)) + time.Since(began)) / 2
+			}
+			termVerdict(t, r, format, code, fmt.Sprintf("%s, round %d", format, round))
+			tally[code]++
+			r.clear(t, tag)
+		}
+		t.Logf("%s: exit codes %v", format, tally)
+		if tally[0] == 0 || tally[143] == 0 {
+			t.Errorf("%s: one side was never seen: %v", format, tally)
+		}
+	}
+}
+
+// As PID 1 of a container belay is the parent of every orphan, and signals
+// without a handler do not reach it: it reaps, and ends with the right code.
+func TestPid1(t *testing.T) {
+	zombies := `n=0; for f in /proc/[0-9]*/stat; do read -r line < $f && case "$line" in *") Z "*) n=$((n+1));; esac; done 2>/dev/null; test $n -lt 2 && echo "zombies: few"`
+	orphans := "for i in 1 2 3 4 5; do setsid -f sh -c 'setsid -f true'; done; kill -9 $PPID"
+	for _, c := range []struct {
+		name    string
+		replies []any
+		sig     syscall.Signal
+		code    int
+	}{
+		{"completed", []any{bash(orphans), bash("sleep 1.2; " + zombies), say("done")}, 0, 0},
+		{"failed", []any{bash(orphans), ends("x", "content_filter")}, 0, 1},
+		{"temporary", []any{status(503, "{}")}, 0, 75},
+		{"TERM", []any{bash("setsid -f sleep 300; sleep 300")}, syscall.SIGTERM, 143},
+		{"INT", []any{bash("setsid -f sleep 300; sleep 300")}, syscall.SIGINT, 130},
+		{"HUP while the model thinks", []any{hang}, syscall.SIGHUP, 129},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			p := serve(t, c.replies...)
+			r := execRun(t, p).inNamespace(`exec "$@"`, "--pid", "--fork", "--mount-proc", "--kill-child").start()
+			if c.sig != 0 {
+				until(t, "belay is at work", deadline, func() bool {
+					return p.count() == 1 && (c.name[0] == 'H' || len(inDir(r.workspace)) > 2)
+				})
+				for _, q := range processes() {
+					if q.ppid == r.cmd.Process.Pid {
+						syscall.Kill(q.pid, c.sig)
+					}
+				}
+			}
+			if code := r.wait(); code != c.code {
+				t.Errorf("exit code %d, want %d\n%s", code, c.code, r.err.String())
+			}
+			r.meta()
+			if c.code == 0 && !strings.Contains(r.out.String(), "zombies: few") {
+				t.Errorf("zombies: %s", r.out.String())
+			}
+			until(t, "the namespace is empty", leftWait, func() bool { return len(inDir(r.workspace)) == 0 })
+		})
+	}
+}
+
+// usage is what a process holds: descriptors (-1 where they are not ours to
+// see), threads, resident KiB.
+func usageOf(pid int) (fds, threads, rss int) {
+	list, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	if fds = len(list); err != nil {
+		fds = -1
+	}
+	b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	for line := range strings.Lines(string(b)) {
+		f := strings.Fields(line)
+		switch f[0] {
+		case "Threads:":
+			threads, _ = strconv.Atoi(f[1])
+		case "VmRSS:":
+			rss, _ = strconv.Atoi(f[1])
+		}
+	}
+	return fds, threads, rss
+}
+
+// Many commands in one run: nothing grows but the history.
+func TestManyCommands(t *testing.T) {
+	total := 300
+	if soak(0) > 0 {
+		total = 10_000
+	}
+	const perReply = 20 // the number of replies
+	var batch []map[string]any
+	for range total / perReply {
+		batch = append(batch, map[string]any{"command": "echo x"})
+	}
+	type sample struct{ fds, threads, rss, orphans int }
+	var samples []sample
+	var r *belayRun
+	look := func(next string) func(http.ResponseWriter, *http.Request) {
+		return func(w http.ResponseWriter, q *http.Request) {
+			pid := r.cmd.Process.Pid
+			fds, threads, rss := usageOf(pid)
+			samples = append(samples, sample{fds, threads, rss, len(below(processes(), pid, nobody))})
+			io.WriteString(w, next)
+		}
+	}
+	replies := []any{}
+	for range perReply {
+		replies = append(replies, look(calls("Bash", batch...)))
+	}
+	r = execRun(t, serve(t, append(replies, look(say("done")))...)).start()
+	select {
+	case <-r.waited:
+	case <-time.After(deadline * time.Duration(1+total/2500)): // a minute for CI's number, five for 10,000
+	}
+	if code := r.wait(); code != 0 {
+		t.Fatalf("exit code %d\n%s", code, r.err.String())
+	}
+	if n := len(r.events("tool_result")); n != total {
+		t.Errorf("%d results, want %d", n, total)
+	}
+	early, last := samples[perReply/5], samples[len(samples)-1]
+	t.Logf("%d commands: after a fifth %+v, at the end %+v", total, early, last)
+	// Threads come and go with the runtime; a result in the history takes less than 2 KiB.
+	if last.fds > early.fds+4 || last.threads > early.threads+8 || last.rss > early.rss+2*total+16<<10 || last.orphans > 0 {
+		t.Errorf("growth: after a fifth %+v, at the end %+v", early, last)
+	}
+}
+
+// The same from inside, where goroutines can be counted.
+func TestManyCommandsLeaveNoGoroutine(t *testing.T) {
+	all := confinedJobs(0, nil)
+	all.confine = nil
+	one := func() {
+		outputOf(t, all, "echo x")
+		for _, j := range all.list(func(*job) bool { return true }) {
+			<-j.gone
+			all.forget(j)
+		}
+	}
+	one()
+	before := runtime.NumGoroutine()
+	for range 50 {
+		one()
+	}
+	until(t, "no goroutine more than before", deadline, func() bool { return runtime.NumGoroutine() <= before })
+	if n := len(all.host.keepers); n > 0 {
+		t.Errorf("%d keepers left in the table", n)
+	}
+}
