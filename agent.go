@@ -440,6 +440,7 @@ func (a *agent) ask(ctx context.Context) (*reply, error) {
 		retry: func(r retryNotice) {
 			a.emit("retry", "attempt", r.attempt, "delay_ms", r.delay.Milliseconds(), "error_category", r.category, "error", r.message, "discard_content", r.discard)
 		},
+		progress: func(processed, total int64) { a.emit("progress", "processed", processed, "total", total) },
 	}
 	for shortened := 0; ; shortened++ {
 		request.messages = nil

@@ -223,7 +223,7 @@ func (l *loader) schema() []*field {
 		{flag: "no-project-config", dst: &l.noProjectConfig}, {flag: "verbose", dst: &l.verbose},
 		{flag: "help h", dst: &l.help}, {flag: "version", dst: &l.version}, {flag: "auto", on: "exec", dst: &l.auto},
 		{flag: "timeout", on: "exec", form: "duration", dst: &l.timeoutArg},
-		{flag: "json", on: "exec demo turn status sessions cancel shutdown services", dst: &l.jsonOut},
+		{flag: "json", on: "exec demo turn status sessions cancel shutdown services probe", dst: &l.jsonOut},
 		{flag: "output-format", on: "exec demo", form: "text|json|stream-json", dst: &l.format},
 		{flag: "append-system-prompt", on: "exec", dst: &l.appendPrompt}, {flag: "record", on: "exec", dst: &l.record},
 		{flag: "replay", on: "exec", dst: &l.replay}, {flag: "now", on: "shutdown", dst: &l.now},

@@ -607,6 +607,38 @@ func TestStoppedKeeperAndKilledBelay(t *testing.T) {
 	}
 }
 
+// A keeper that is stopped before it has started its command holds up neither
+// the run nor its end. (A command may do that; here the test does, as fast.)
+func TestKeepersThatAreStoppedAtTheirStart(t *testing.T) {
+	t.Parallel()
+	var r *belayRun
+	var p *provider
+	p = serve(t, bash("true"), answer(func() string {
+		go func() { // ends with belay
+			for seen := map[int]bool{}; alive(r.cmd.Process.Pid); {
+				b, _ := os.ReadFile("/proc/loadavg") // its last word is the newest pid
+				f := strings.Fields(string(b))
+				newest, _ := strconv.Atoi(f[len(f)-1])
+				for pid := newest - 4; pid <= newest; pid++ {
+					if q, ok := readProc(pid); ok && q.ppid == r.cmd.Process.Pid && !seen[pid] {
+						seen[pid] = true
+						syscall.Kill(pid, syscall.SIGSTOP)
+					}
+				}
+			}
+		}()
+		return calls("Bash", args{"command": "true", "timeout_ms": 1000}, args{"command": "true", "timeout_ms": 1000})
+	}), say("done"))
+	r = execRun(t, p)
+	r.finish(0)
+	for _, e := range r.events("tool_result")[1:] {
+		t.Logf("%v ms: %v", e["duration_ms"], e["output"])
+	}
+	if left := inDir(r.workspace); len(left) > 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
 // A directory of the user is no leftover of a dead run, whatever its name.
 func TestScratchLeavesOtherDirectoriesAlone(t *testing.T) {
 	t.Parallel()

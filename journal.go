@@ -87,6 +87,7 @@ type journal struct {
 	running, answered bool     // the last turn has no end; the last message is a reply without calls
 	pending           []string // calls of the last reply that have no result
 	started           string   // the one of them that began
+	stop              string   // how the last turn ended
 }
 
 // openStore makes and opens the sessions directory of a home, as private as the
@@ -248,7 +249,7 @@ func (j *journal) replay(line []byte) bool {
 	case recNote:
 		j.answered = false
 	case recTurnEnd:
-		j.running, j.pending = false, nil
+		j.running, j.pending, j.stop = false, nil, rec.Stop
 	}
 	if rec.Message != nil {
 		j.messages = append(j.messages, rec.Message)

@@ -48,6 +48,10 @@ const (
 const usageText = `belay: a headless coding agent that never leaks a process
 
   belay [global flags] exec [flags] PROMPT...       one task, then exit
+  belay serve --config FILE                         the daemon of a home, in front of a llama-server
+  belay turn [--session ID] [--resume] PROMPT...    send a turn to the daemon, print what comes back
+  belay status | sessions | cancel ID | shutdown [--now]    talk to the daemon; each knows --json
+  belay probe --config FILE                         print the [expect] block of a live llama-server
   belay services [--json] | services stop TASK      services released by earlier runs
   belay config                                      the effective configuration and its origins
   belay demo [--output-format F]                    the main job on a built-in model: no key, no network
@@ -119,9 +123,16 @@ func run(args, env []string, stdin, stdout, stderr *os.File) int {
 		return guarded(cfg, stdin, stdout, stderr)
 	case "demo":
 		return demo(*cfg, stdin, stdout, stderr)
-	default:
-		fmt.Fprintf(stderr, "%s: the command %s is not part of this version\n", program, cfg.command)
-		return 2
+	case "serve":
+		return runServe(cfg, stderr)
+	case "probe":
+		return runProbe(cfg, stdout, stderr)
+	case "turn", "status", "sessions", "cancel", "shutdown":
+		if _, _, err = source(cfg, stdin, nil); err != nil {
+			fmt.Fprintf(stderr, "%s: %v\n", program, err)
+			return 2
+		}
+		return runClient(cfg, stdout, stderr)
 	}
 	return 0
 }

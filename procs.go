@@ -50,6 +50,7 @@ const (
 	grace, stopGrace  = 500 * time.Millisecond, 5 * time.Second // between TERM and KILL, of a command and of a released service
 	wedged, endBound  = grace + time.Second, 10 * time.Second   // until a keeper that ends its tree is killed itself; until a tree is given up
 	eofWait, pause    = time.Second, 3 * time.Millisecond       // for the end of the output once the tree is gone; between two looks at a tree
+	startBound        = 5 * time.Second                         // from a keeper to its command: milliseconds, unless somebody stopped it or a directory hangs
 	fileBound         = 30 * time.Second                        // one Read, Write or Edit
 
 	headKeep, tailKeep   = 6000, 24000        // bytes of a long output shown from its start and from its end
@@ -960,7 +961,13 @@ func (t *jobs) start(command, dir string, stdin *string, log *os.File) (*job, er
 	if err := t.launch(j, jobSpec{Argv: []string{shell, "-c", "--", command}, Dir: dir, Persist: log != nil, Confine: t.confine}); err != nil {
 		return nil, err
 	}
-	if <-j.ready; j.pid == 0 {
+	select {
+	case <-j.ready:
+	case <-time.After(startBound):
+		j.cmd.Process.Kill() // and whoever follows the job ends what it left
+		return nil, fmt.Errorf("the keeper did not start the command within %s, so it was killed", startBound)
+	}
+	if j.pid == 0 {
 		<-j.gone
 		t.forget(j)
 		return nil, errors.New(j.last.Text)

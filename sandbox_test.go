@@ -83,14 +83,9 @@ func attack(args []string) {
 	fmt.Println(result)
 }
 
+// attackCall tries the calls on files, then the others.
 func attackCall(call string, args []string) error {
 	number := func(i int) int { n, _ := strconv.ParseInt(args[i], 0, 64); return int(n) }
-	errno := func(_, _ uintptr, e syscall.Errno) error {
-		if e == 0 {
-			return nil
-		}
-		return e
-	}
 	switch call {
 	case "open": // PATH FLAGS
 		fd, err := unix.Open(args[0], number(1)|unix.O_CLOEXEC, 0o600)
@@ -132,6 +127,23 @@ func attackCall(call string, args []string) error {
 		return cmp.Or(err, errors.New(strings.TrimSpace(string(out))))
 	case "chmod":
 		return unix.Chmod(args[0], uint32(number(1)))
+	case "swap": // a directory and a symlink to outside, again and again: DIR LINK TOUCH-WHEN-STARTED
+		os.WriteFile(args[2], nil, 0o600)
+		for {
+			unix.Renameat2(unix.AT_FDCWD, args[0], unix.AT_FDCWD, args[1], unix.RENAME_EXCHANGE)
+		}
+	}
+	return attackBeyond(call, args, number)
+}
+
+func attackBeyond(call string, args []string, number func(int) int) error {
+	errno := func(_, _ uintptr, e syscall.Errno) error {
+		if e == 0 {
+			return nil
+		}
+		return e
+	}
+	switch call {
 	case "socket": // DOMAIN TYPE
 		_, err := unix.Socket(number(0), number(1), 0)
 		return err
@@ -182,11 +194,6 @@ func attackCall(call string, args []string) error {
 			return errors.New("other text")
 		}
 		return err
-	case "swap": // a directory and a symlink to outside, again and again: DIR LINK TOUCH-WHEN-STARTED
-		os.WriteFile(args[2], nil, 0o600)
-		for {
-			unix.Renameat2(unix.AT_FDCWD, args[0], unix.AT_FDCWD, args[1], unix.RENAME_EXCHANGE)
-		}
 	case "keeper": // start belay as a keeper of our own, without a sandbox: BELAY COMMAND
 		return attackKeeper(args[0], args[1])
 	case "capabilities":

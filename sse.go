@@ -61,26 +61,32 @@ var (
 	errReplayEnd = errors.New("the recording holds no further response")
 )
 
-// clientOptions are plain values, set once. url is that of chat/completions
-// with its query (http://localhost/... when socket names a unix socket).
-// header carries the key, "" = Authorization: Bearer; keyNote says why a key
-// was withheld. Zero values of the parameters are not sent. liveness is the
-// longest silence before and after headers; the length of backoff bounds the
-// re-sends. transport replaces the network; record and trace may be nil.
+// clientOptions are plain values, set once.
 type clientOptions struct {
+	// url is that of chat/completions, with its query; http://localhost/... when
+	// socket, the path of a unix socket, is not "". header carries the key, "" =
+	// Authorization: Bearer; an empty key sends none. keyNote says why a key was
+	// withheld and ends the message of a 401 or 403.
 	url, socket, header, key, keyNote, model, reasoningEffort, version string
-	maxTokens                                                          int
-	temperature, topP                                                  *float64
-	seed                                                               *int64
-	liveness                                                           time.Duration
-	backoff                                                            []time.Duration
-	transport                                                          http.RoundTripper
-	record                                                             io.Writer
-	trace                                                              func(string)
+	// Zero and nil are not sent: reasoning models refuse temperature, and servers
+	// disagree about the name of the output limit.
+	maxTokens         int
+	temperature, topP *float64
+	seed              *int64
+	// The longest silence on a response, before and after its headers.
+	liveness time.Duration
+	// The wait before each re-send of one model call; its length bounds them.
+	backoff []time.Duration
+	// A replay; nil = the network.
+	transport http.RoundTripper
+	// Gets one line per response; nil = nothing is recorded.
+	record io.Writer
+	// Hears status, time and size of each request, never a body; may be nil.
+	trace func(string)
 }
 
-// learned is what one run found out about its server; the caller makes both
-// maps and keeps them.
+// learned is what one run found out about its server. The caller makes both
+// maps and keeps them: it seeds ids with those of a history that it read back.
 // dropped: parameters refused once ("content": empty content is sent as null).
 // ids: the call ids of the history.
 type learned struct{ dropped, ids map[string]bool }
@@ -103,7 +109,8 @@ type sink struct {
 	progress        func(processed, total int64)
 }
 
-// retryNotice announces re-send number attempt, from 1. discard: forget this call's text.
+// retryNotice announces re-send number attempt, from 1, after delay. discard:
+// text or thinking of this model call was heard and does not count.
 type retryNotice struct {
 	attempt           int
 	delay             time.Duration
@@ -133,8 +140,12 @@ type call struct {
 type usage struct{ input, output, cached, reasoning *int64 }
 
 // apiError is every failure of a model call but the caller's own cancellation.
-// text and reasoning are what had arrived; said is what a repair looks at;
-// status 0 = no HTTP answer; retryable: the same request may be sent again.
+// category is one of auth, billing, rate_limit, overloaded, server,
+// bad_request, unsupported_param, context_length, not_found, not_sse, empty,
+// stream_error, truncated, stall, malformed, network, internal; message is what
+// the user reads. text and reasoning are what had arrived. said is all that
+// decides a class or a repair, lower case. status 0 = no HTTP status was told.
+// retryable: the same request may be sent again and may then succeed.
 type apiError struct {
 	category, message, said, text, reasoning string
 	status                                   int
@@ -151,21 +162,27 @@ type client struct {
 	where string
 }
 
+// newClient makes a client; nothing is dialled yet. The transport undoes no gzip:
+// receive does, above the reads that count as signs of life.
+// http.Client.Timeout and ResponseHeaderTimeout stay unset: local servers hold
+// the headers until the prompt is processed, and a long answer is no fault.
 func newClient(o clientOptions) *client {
 	c := &client{o, finishGrace, bareURL(o.url)}
 	dial := (&net.Dialer{Timeout: connectTimeout}).DialContext
 	t := &http.Transport{Proxy: http.ProxyFromEnvironment, DialContext: dial, TLSHandshakeTimeout: connectTimeout, IdleConnTimeout: idleConnection, ForceAttemptHTTP2: true, DisableCompression: true}
 	if o.socket != "" { // a proxy would be asked for the host name that stands in for the socket
-		c.where, t.Proxy = "unix:"+o.socket, nil
+		c.where, t.Proxy = c.where+" over unix:"+o.socket, nil
 		t.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx, "unix", o.socket) }
 	}
 	c.transport = cmp.Or[http.RoundTripper](o.transport, t)
 	return c
 }
 
-// complete makes one model call. Re-sends of every cause share one bound; a
-// repair is none, and happens once each. The error is an *apiError, or wraps
-// the cause of ctx.
+// complete makes one model call. Re-sends of every cause share one bound and
+// repeat the same bytes; a repair is none, and happens once each. A server that
+// asks to wait longer than maxRetryAfter ends the call, still retryable. The
+// error is an *apiError, or wraps the cause of ctx. It runs in the caller's
+// goroutine, as do all functions of the sink.
 func (c *client) complete(ctx context.Context, r *request, s sink) (*reply, error) {
 	body, err := c.body(r)
 	for sent := 0; err == nil; {
@@ -197,7 +214,9 @@ func (c *client) complete(ctx context.Context, r *request, s sink) (*reply, erro
 }
 
 // repair drops or renames the one parameter that a refusal names, once each in
-// a run. It gives the new body, nil if that does not differ.
+// a run, and gives the new body; nil if there is nothing to repair. Servers
+// word this refusal in a hundred ways, but they all name the parameter. A
+// prompt that is too long names max_tokens as well, hence the category.
 func (c *client) repair(r *request, body []byte, e *apiError) []byte {
 	for _, name := range []string{"stream_options", "parallel_tool_calls", "temperature", "max_tokens", "content"} {
 		sent := bytes.Contains(body, []byte(cmp.Or(map[string]string{"content": emptyTurn}[name], quote(name)+":")))
@@ -211,7 +230,8 @@ func (c *client) repair(r *request, body []byte, e *apiError) []byte {
 }
 
 // body encodes a request. The same request and the same learned give the same
-// bytes; what is unset is left out, since servers refuse keys they do not know.
+// bytes, since encoding/json sorts the keys of a map. What is unset is left
+// out: servers refuse keys they do not know, and null where they do.
 func (c *client) body(r *request) ([]byte, error) {
 	dropped := r.learned.dropped
 	m := map[string]any{"model": c.model, "stream": true, "stream_options": map[string]bool{"include_usage": true}, "messages": merge(r.messages, dropped["content"]),
@@ -226,7 +246,7 @@ func (c *client) body(r *request) ([]byte, error) {
 	return json.Marshal(m)
 }
 
-// merge gives messages as they are, except that neighbours from the user become
+// merge gives messages as they are, except that neighbours of the user become
 // one, since many templates demand that roles alternate, and that with null the
 // empty content of an assistant's turn is null.
 func merge(messages []json.RawMessage, null bool) (out []json.RawMessage) {
@@ -278,7 +298,9 @@ func assistantMessage(r *reply, calls []call) json.RawMessage {
 	return raw
 }
 
-// attempt sends body once and reads the answer to its end.
+// attempt sends body once and reads the answer to its end. Everything that an
+// answer leaves behind is in the builder and goes with it: a re-send knows
+// nothing of the text and calls of a broken answer.
 func (c *client) attempt(ctx context.Context, r *request, body []byte, s sink) (*reply, *apiError) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -296,8 +318,10 @@ func (c *client) attempt(ctx context.Context, r *request, body []byte, s sink) (
 	return nil, failed
 }
 
-// send posts body and waits for the headers. No redirect is followed: 301 to
-// 303 turn a POST into a GET, and the key is meant for this server only.
+// send posts body, waits for the headers and receives the answer. It calls the
+// transport directly: http.Client would follow redirects, where 301 to 303 turn
+// the POST into a GET and the key goes to a server that it is not meant for,
+// and would put the query of the URL, which may be a secret, into its errors.
 func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body []byte, b *builder) *apiError {
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, c.url, bytes.NewReader(body))
 	if err != nil {
@@ -404,7 +428,9 @@ type eventReader struct {
 }
 
 // events yields the data of each event that has some, valid until the next one,
-// then what ended the body. Each byte is searched once, however the reads fall.
+// then what ended the body: io.EOF, a read error, or an event longer than
+// maxEvent. Bytes that came with an error count first. Each byte is searched
+// once, however the reads fall, and nothing is allocated per event.
 func (r *eventReader) events(yield func([]byte, error) bool) {
 	for buf := make([]byte, readSize); ; {
 		n, err := r.src.Read(buf)
@@ -439,8 +465,8 @@ func (r *eventReader) events(yield func([]byte, error) bool) {
 
 // take reads the line and says whether it completes an event. The sentinel
 // needs no blank line. A body that begins like JSON or a web page is no stream:
-// all its lines are the data of one event. Older llama-servers send errors in a
-// field of that name.
+// all its lines are the data of one event. Two deviations find more errors: a
+// field named error (older llama-servers), and a line that is bare JSON.
 func (r *eventReader) take() bool {
 	line := r.line
 	if r.line = r.line[:0]; len(line) > 0 && !r.begun {
@@ -448,8 +474,7 @@ func (r *eventReader) take() bool {
 		r.begun, r.bare = true, regexp.MustCompile(`^\s*[{[<]`).Match(line)
 	}
 	name, value, _ := bytes.Cut(line, []byte(":"))
-	value = bytes.TrimPrefix(value, []byte(" "))
-	if r.bare {
+	if value = bytes.TrimPrefix(value, []byte(" ")); r.bare || bytes.HasPrefix(line, []byte("{")) {
 		name, value = []byte("data"), line
 	}
 	switch string(name) {
@@ -519,9 +544,11 @@ func (b *builder) read(src io.Reader, ended func()) *apiError {
 // since words or arguments would be lost. Several values in one event come from
 // servers that leave blank lines out, or glue the sentinel to a whole answer.
 func (b *builder) event(data []byte, r *eventReader) error {
-	data = bytes.TrimSpace(data)
+	if data = bytes.TrimSpace(data); !utf8.Valid(data) {
+		data = bytes.ToValidUTF8(data, []byte("\ufffd"))
+	}
 	switch {
-	case len(data) == 0 || data[0] == ':' || string(data) == "null" || r.name != "" && r.name != "message" && r.name != "error" && data[0] != '{':
+	case len(data) == 0 || data[0] == ':' || string(data) == "null" || r.name != "" && r.name != "message" && r.name != "error" && data[0] != '{' && data[0] != '[':
 		return nil
 	case r.name == "error":
 		return refusal(data, 0, inside)
@@ -530,8 +557,7 @@ func (b *builder) event(data []byte, r *eventReader) error {
 	case json.Valid(data):
 		return b.value(data)
 	}
-	var raw json.RawMessage
-	d := json.NewDecoder(bytes.NewReader(data))
+	d, raw := json.NewDecoder(bytes.NewReader(data)), json.RawMessage(nil)
 	for d.Decode(&raw) == nil && raw[0] == '{' {
 		if err := b.value(raw); err != nil {
 			return err
@@ -549,7 +575,10 @@ func (b *builder) event(data []byte, r *eventReader) error {
 	return nil
 }
 
-// value takes a chunk, a whole answer, an error, or a list of them.
+// value takes a chunk, a whole answer, an error, or a list of them (Gemini).
+// An error is an object under error, a status of MiniMax, or a message without
+// choices; "error": null is none. Text beside an error is kept. io.EOF says
+// that the answer is whole.
 func (b *builder) value(raw []byte) (err error) {
 	o := parse(raw)
 	choices := parse(o.get("choices"))
@@ -594,8 +623,10 @@ func (b *builder) choice(o object) bool {
 	return present(o.get("error"))
 }
 
-// delta takes a delta or a message. Thinking may come under two names at once,
-// or as parts of the content (Mistral).
+// delta takes a delta or a message. Thinking may come under two names at once
+// with the same text, of which one is taken, or as parts of the content
+// (Mistral). Text after the reason counts: an inner step of a gateway may have
+// said stop. A refusal is text, or the user would see an empty answer.
 func (b *builder) delta(o object) {
 	keys := []string{"reasoning_content", "reasoning"}
 	if i := slices.IndexFunc(keys, func(key string) bool { return str(o.get(key)) != "" }); i >= 0 {
@@ -700,7 +731,9 @@ func (p *partial) finish(offered []string, cut bool) call {
 }
 
 // end decides what the answer is once nothing more will come; err is what ended
-// it. After a finish reason a read error is noise.
+// it. After a finish reason a read error is noise: the answer is complete and
+// only the last chunk of the transfer is missing. Before it, a clean end of the
+// body is a broken answer like any other.
 func (b *builder) end(err error) *apiError {
 	failed := &apiError{category: "truncated", message: "the answer broke off without a finish reason: " + err.Error(), retryable: true}
 	switch {
@@ -762,8 +795,9 @@ func (b *builder) addUsage(o object) {
 	}
 }
 
-// refusal finds the error in a body: JSON, the data of an event stream, a web
-// page or plain text. status 0: it came inside an answer.
+// refusal finds the error in a body: JSON, the data of an event stream (also
+// with a 4xx), a web page, of which the title is shown, or plain text. status 0:
+// it came inside an answer, and a status among its fields counts instead.
 func refusal(raw []byte, status int, prefix string) *apiError {
 	e := &apiError{}
 	e.read(regexp.MustCompile(`(?s)^\s*(?:\w*:[^\n]*\n)*?data:(.*?)(?:\r?\n\r?\n.*)?$`).ReplaceAll(raw, []byte("$1")), 0)
@@ -798,16 +832,18 @@ func (e *apiError) read(raw []byte, depth int) {
 			if n, _ := strconv.Atoi(word); n >= 400 && n < 600 {
 				e.status = cmp.Or(e.status, n)
 			}
-			e.said += " " + word[:min(len(word), maxMessage)]
+			e.said += " " + word[:min(len(word), max(0, maxMessage-len(e.said)))]
 		}
 	}
 }
 
 // classify gives a server's answer its category, once for the whole program,
 // and says whether the same request may be sent again. Status and code decide;
-// words only where they are known to mean something else. inside: the error
-// came in an answer with status 200. vague: the status does not say whose fault
-// it is.
+// words only where they are known to mean something else. The first rule that
+// applies wins, so those that forbid a re-send stand before those that allow
+// one. inside: the error came in an answer with status 200. vague: the status
+// does not say whose fault it is. Codes are snake case and messages are not, so
+// one pattern serves both.
 func classify(status int, inside bool, said string) (category string, retryable bool) {
 	vague := status == 0 || status >= 500
 	has := func(words string) bool { return regexp.MustCompile(words).MatchString(said) }
@@ -835,7 +871,8 @@ func classify(status int, inside bool, said string) (category string, retryable 
 }
 
 // retryAfter reads what the server asks to wait: milliseconds if given, else
-// seconds or a date. ok is false for anything else, such as nan or a negative.
+// seconds (1.5 was seen) or a date, of which a past one is 0. ok is false for
+// anything else, such as nan or a negative; the wait is at most farFuture.
 func retryAfter(h http.Header, now time.Time) (wait time.Duration, ok bool) {
 	if at, err := http.ParseTime(h.Get("Retry-After")); err == nil {
 		wait, ok = max(at.Sub(now), 0), true
@@ -889,7 +926,10 @@ func redact(body []recordedPiece, key string) []recordedPiece {
 }
 
 // newReplayer gives a transport that answers from a recording, in order,
-// without network. It refuses a recording whole if any line is not as written.
+// without network, and with one read per recorded read. It refuses a recording
+// whole if any line is not as written, with the number of the line; a line
+// without its newline was cut. When it runs out, requests fail with errReplayEnd.
+// It serves one goroutine.
 func newReplayer(data []byte) (http.RoundTripper, error) {
 	var lines []recorded
 	for raw := range bytes.Lines(data) {
@@ -969,7 +1009,7 @@ func (o object) get(keys ...string) []byte {
 	return nil
 }
 
-// str decodes a JSON string, with bad UTF-8 replaced; anything else is "".
+// str decodes a JSON string, a lone surrogate replaced; anything else is "".
 func str(raw []byte) string {
 	if len(raw) < 2 || raw[0] != '"' {
 		return ""
@@ -979,7 +1019,8 @@ func str(raw []byte) string {
 	return s
 }
 
-// word gives a string, or the text of any other value; null is absent.
+// word gives a string, or the text of any other value; null is absent. An id of
+// 7 becomes "7", arguments that are an object become their text.
 func word(raw []byte) string { return cmp.Or(str(raw), strings.Trim(string(raw), "\"nul")) }
 
 // number gives a count; nil for what is none. Some servers send 12.0 or "12".

@@ -453,6 +453,7 @@ func TestAnswersOfEveryKind(t *testing.T) {
 		{"last chunk without line end", sseChunk(`{"content":"ok"}`) + strings.TrimSpace(sseChunk(`{}`, "stop")), `text="ok" finish=stop`},
 		{"huge comment", ": " + strings.Repeat("x", 1<<20) + "\n\n" + sseAnswer("ok"), `text="ok" finish=stop`},
 		{"events without blank lines", strings.ReplaceAll(sseAnswer("ok"), "\n\n", "\n"), `text="ok" finish=stop`},
+		{"bad bytes in an unknown key", sseChunk("{\"tool_calls\":[{\"id\":\"a\",\"function\":{\"name\":\"ls\",\"arguments\":{\"p\":\"\xe4\xbd\"}},\"\xdf\":1}]}") + sseChunk(`{}`, "stop"), "text=\"\" a:ls({\"p\":\"\ufffd\"})+\ufffd=1 finish=tool_calls"},
 		{"bad bytes are replaced", sseChunk("{\"content\":\"a\xffb\"}") + sseChunk(`{}`, "stop"), `text="a` + "\ufffd" + `b" finish=stop`},
 		{"lone surrogate", sseChunk(`{"content":"\ud83dx"}`) + sseChunk(`{}`, "stop"), `text="` + "\ufffd" + `x" finish=stop`},
 		// chunks
@@ -513,6 +514,8 @@ func TestAnswersOfEveryKind(t *testing.T) {
 		{"error as text", "data: {\"error\":\"boom\"}\n\n", `text="" error=stream_error retry=true "the answer holds an error: boom"`},
 		{"error in the choice", `data: {"choices":[{"delta":{},"error":{"code":429,"message":"slow"},"finish_reason":"error"}]}` + "\n\n", `text="" error=rate_limit retry=true "the answer holds an error: slow"`},
 		{"error as a field", sseChunk(`{"content":"a"}`) + `error: {"code":500,"message":"broken pipe","type":"server_error"}` + "\n\n", `text="a" error=stream_error retry=true "the answer holds an error: broken pipe"`},
+		{"error on a line without field", sseChunk(`{"content":"a"}`) + `{"error":{"code":503,"message":"away"}}` + "\n\n", `text="a" error=overloaded retry=true "the answer holds an error: away"`},
+		{"sentinel in a named event", sseChunk(`{"content":"a"}`) + "event: done\n" + done, `text="a" finish=stop`},
 		{"error of vLLM", `data: {"object":"error","message":"bad temperature","type":"BadRequestError","code":400}` + "\n\n" + done, `text="" error=unsupported_param retry=false "the answer holds an error: bad temperature"`},
 		{"error after the reason", sseAnswer("a")[:len(sseAnswer("a"))-len(done)] + `data: {"error":{"message":"late"}}` + "\n\n", `text="a" error=stream_error retry=true "the answer holds an error: late"`},
 		{"upstream error as text in metadata", `data: {"error":{"code":400,"message":"Provider returned error","metadata":{"raw":"{\"error\":{\"message\":\"maximum context length is 8\"}}"}}}` + "\n\n", `text="" error=context_length retry=false "the answer holds an error: Provider returned error; maximum context length is 8"`},
@@ -908,7 +911,7 @@ func TestRetryAfterForms(t *testing.T) {
 
 func TestRefusalsOfEveryKind(t *testing.T) {
 	for _, c := range []struct {
-		status     int
+		status  int
 		body, want string
 	}{
 		{400, `{"error":{"message":"Unsupported parameter: 'max_tokens'","param":"max_tokens","code":"unsupported_parameter"}}`, "unsupported_param false"},
@@ -992,17 +995,17 @@ func TestNetworkFailures(t *testing.T) {
 		url, socket, category string
 		retryable             bool
 		has                   string
+		liveness              time.Duration
 	}{
-		{closed, "", "network", true, closed},
-		{tls.URL + "/v1/chat/completions", "", "network", false, "SSL_CERT_FILE"},
-		{silent, "", "stall", true, "liveness_ms"},
-		{rude, "", "network", true, "127.0.0.1"},
-		{"http://localhost/v1/chat/completions", filepath.Join(t.TempDir(), "none.sock"), "network", true, "none.sock"},
-		{"http://[::1", "", "bad_request", false, "URL"},
+		{closed, "", "network", true, closed, testDeadline},
+		{tls.URL + "/v1/chat/completions", "", "network", false, "SSL_CERT_FILE", testDeadline},
+		{silent, "", "stall", true, "liveness_ms", 200 * time.Millisecond},
+		{rude, "", "network", true, "127.0.0.1", testDeadline},
+		{"http://localhost/v1/chat/completions", filepath.Join(t.TempDir(), "none.sock"), "network", true, "none.sock", testDeadline},
+		{"http://[::1", "", "bad_request", false, "URL", testDeadline},
 	} {
 		var h heard
-		started := 0
-		_, err := ask(newClient(clientOptions{url: c.url, socket: c.socket, liveness: 200 * time.Millisecond, backoff: []time.Duration{0}, trace: func(string) { started++ }}), &h)
+		_, err := ask(newClient(clientOptions{url: c.url, socket: c.socket, liveness: c.liveness, backoff: []time.Duration{0}}), &h)
 		var api *apiError
 		if !errors.As(err, &api) || api.category != c.category || api.retryable != c.retryable || !strings.Contains(strings.ToLower(err.Error()), strings.ToLower(c.has)) || len(h.retries) == 1 != c.retryable {
 			t.Errorf("%s%s: got %v (%+v)", c.url, c.socket, err, h.retries)
@@ -1040,6 +1043,15 @@ func TestASlowListenerIsNoStall(t *testing.T) {
 	}
 }
 
+// A process that was stopped finds its limits passed and its data waiting. A
+// limit of a nanosecond is the same: passed before each read.
+func TestWhatWaitsInTheSocketIsReadThoughTheLimitHasPassed(t *testing.T) {
+	f := newFake(t, stream(sseAnswer("ok")))
+	if rep := f.send(t, f.client(clientOptions{liveness: 1}), &request{messages: []json.RawMessage{userMessage("hi")}}); rep.text != "ok" {
+		t.Errorf("got %q", rep.text)
+	}
+}
+
 func TestProgressIsPassedOn(t *testing.T) {
 	f := newFake(t, stream(`data: {"choices":[],"prompt_progress":{"total":10,"processed":4,"cache":0}}`+"\n\n"+sseAnswer("ok")))
 	var h heard
@@ -1057,7 +1069,7 @@ func TestTraceShowsStatusNeverBodies(t *testing.T) {
 	}
 }
 
-// play records what the replies come to, for the comparison with a replay.
+// playAll gives what three calls come to, to compare a recorded run with its replay.
 func playAll(c *client) (out []string) {
 	for range 3 {
 		var h heard
@@ -1088,7 +1100,6 @@ func TestAReplayIsTheSameAsWhatWasRecorded(t *testing.T) {
 		func(w http.ResponseWriter) {
 			io.WriteString(w, sseChunk(`{"content":"a"}`))
 			w.(http.Flusher).Flush()
-			time.Sleep(0)
 		},
 		stream(sseAnswer("last")))
 	var tape bytes.Buffer
@@ -1160,8 +1171,8 @@ func TestARecordingThatCannotBeWrittenFailsTheCall(t *testing.T) {
 	}
 }
 
-func TestALargeArgumentIsAssembledInLinearTime(t *testing.T) {
-	big := strings.Repeat("z", 32<<20)
+func TestALargeArgumentIsAssembled(t *testing.T) {
+	big := strings.Repeat("z", 4<<20)
 	one := sseChunk(callDelta(`{"index":0,"id":"a","function":{"name":"w","arguments":"{\"d\":\"`+big+`\"}"}}`)) + sseChunk(`{}`, "tool_calls") + done
 	b := &builder{ids: map[string]bool{}, at: map[string]*partial{}}
 	if failed := b.read(strings.NewReader(one), func() {}); failed != nil || len(b.calls) != 1 || len(b.calls[0].args) != len(big)+len(`{"d":""}`) {
@@ -1169,27 +1180,19 @@ func TestALargeArgumentIsAssembledInLinearTime(t *testing.T) {
 	}
 }
 
-func TestAnEventWithoutEndIsRefused(t *testing.T) {
-	endless := io.MultiReader(strings.NewReader(sseChunk(`{"content":"a"}`)+"data: "), io.LimitReader(zeros{}, 2*maxEvent))
+func TestWhatAServerCanMakeUsHoldIsBounded(t *testing.T) {
+	block := bytes.Repeat([]byte("0"), 1<<20)
+	endless := io.LimitReader(readerFunc(func(p []byte) (int, error) { return copy(p, block), nil }), 2*maxEvent)
 	b := &builder{ids: map[string]bool{}, at: map[string]*partial{}}
-	if failed := b.read(endless, func() {}); failed == nil || !strings.Contains(failed.message, "64 MiB") {
-		t.Errorf("got %v", failed)
+	if failed := b.read(io.MultiReader(strings.NewReader(sseChunk(`{"content":"a"}`)+"data: "), endless), func() {}); failed == nil || !strings.Contains(failed.message, "64 MiB") {
+		t.Errorf("an endless event: got %v", failed)
 	}
-	many := strings.Repeat(sseChunk(callDelta(`{"index":0,"function":{"arguments":"`+strings.Repeat("y", 1<<20)+`"}}`)), 70)
-	b = &builder{ids: map[string]bool{}, at: map[string]*partial{}}
-	if failed := b.read(strings.NewReader(many), func() {}); failed == nil || !strings.Contains(failed.message, "64 MiB") {
-		t.Errorf("got %v", failed)
+	for _, body := range []string{sseChunk(`{"content":"a"}`), sseChunk(`{"reasoning":"a"}`), sseChunk(`{"reasoning_details":[{}]}`), sseChunk(callDelta(`{"index":1}`)), sseChunk(callDelta(`{"function":{"arguments":"x"}}`))} {
+		b := &builder{ids: map[string]bool{}, at: map[string]*partial{}, kept: maxEvent}
+		if failed := b.read(strings.NewReader(body), func() {}); failed == nil || failed.category != "malformed" || failed.retryable {
+			t.Errorf("one more %s: got %v", body, failed)
+		}
 	}
-}
-
-// zeros is an endless line.
-type zeros struct{}
-
-func (zeros) Read(p []byte) (int, error) {
-	for i := range p {
-		p[i] = '0'
-	}
-	return len(p), nil
 }
 
 // seeds gives a fuzz target the bodies of all cases and a few odd ones.

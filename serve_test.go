@@ -1,0 +1,1455 @@
+//go:build linux
+
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// serve_test.go runs the built daemon under the name loopd against a fake
+// llama-server on a unix socket. Nothing here asserts a time.
+
+const fakeTemplate = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+// fakeLlama is the server: /props, /tokenize, and completions, of which those
+// of the check are told from those of turns by what they ask.
+type fakeLlama struct {
+	t    *testing.T
+	path string
+
+	mu      sync.Mutex
+	srv     *http.Server
+	props   map[string]any                       // guarded by mu, as is all below
+	answers map[string]any                       // of the check, by "props", "tokenize", "tool_call", "turn1", "turn2"
+	turn    func(n int, body map[string]any) any // the answer to completion n of the turns, from 0
+	seen    []string                             // every request: its path, completions by their kind
+	bodies  []map[string]any                     // of the turns
+}
+
+func newFakeLlama(t *testing.T) *fakeLlama {
+	dir := shortHome(t)
+	needNil(t, os.Chmod(dir, 0o755))
+	f := &fakeLlama{t: t, path: filepath.Join(dir, "l.sock"), answers: map[string]any{},
+		props: map[string]any{"total_slots": 2, "chat_template": fakeTemplate, "eos_token": "</s>", "default_generation_settings": map[string]any{"n_ctx": 131072}},
+		turn:  func(int, map[string]any) any { return say("fine") }}
+	f.start()
+	t.Cleanup(f.stop)
+	return f
+}
+
+func (f *fakeLlama) start() {
+	f.t.Helper()
+	os.Remove(f.path)
+	ln, err := net.Listen("unix", f.path)
+	needNil(f.t, err)
+	needNil(f.t, os.Chmod(f.path, 0o777)) // the daemon may be another user
+	srv := &http.Server{Handler: f}
+	f.mu.Lock()
+	f.srv = srv
+	f.mu.Unlock()
+	go srv.Serve(ln)
+}
+
+func (f *fakeLlama) stop() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.srv.Close()
+}
+
+// usageReply is a reply of the check with its counts.
+func usageReply(text string, input, cached int) string {
+	return delta(map[string]any{"content": text}, nil) + chunk(map[string]any{"choices": []any{map[string]any{"index": 0, "delta": map[string]any{}, "finish_reason": "stop"}},
+		"usage": map[string]any{"prompt_tokens": input, "completion_tokens": 2, "prompt_tokens_details": map[string]any{"cached_tokens": cached}}}) + "data: [DONE]\n\n"
+}
+
+func (f *fakeLlama) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	raw, err := io.ReadAll(r.Body)
+	if err != nil {
+		return // the daemon was killed while it sent
+	}
+	var body map[string]any
+	json.Unmarshal(raw, &body)
+	kind := strings.TrimPrefix(r.URL.Path, "/")
+	var reply any
+	f.mu.Lock()
+	switch {
+	case kind == "props":
+		reply = f.props
+	case kind == "tokenize":
+		reply = map[string]any{"tokens": make([]int, max(1, len(body["content"].(string))/4))}
+	case bytes.Contains(raw, []byte("loop_selftest")):
+		kind, reply = "tool_call", calls("loop_selftest", map[string]any{"word": "ready"})
+	case bytes.Contains(raw, []byte("Answer with the word two.")):
+		kind, reply = "turn2", usageReply("two", 1320, 1290)
+	case bytes.Contains(raw, []byte("Answer with the word one.")):
+		kind, reply = "turn1", usageReply("one", 1300, 0)
+	default:
+		kind = "turn"
+		reply = f.turn(len(f.bodies), body)
+		f.bodies = append(f.bodies, body)
+	}
+	f.seen = append(f.seen, kind)
+	if other := f.answers[kind]; other != nil {
+		reply = other
+	}
+	f.mu.Unlock()
+	switch reply := reply.(type) {
+	case string:
+		w.Header().Set("Content-Type", "text/event-stream")
+		io.WriteString(w, reply)
+	case func(http.ResponseWriter, *http.Request):
+		reply(w, r)
+	default:
+		json.NewEncoder(w).Encode(reply)
+	}
+}
+
+// count gives the number of requests of the kinds.
+func (f *fakeLlama) count(kinds ...string) (n int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, k := range f.seen {
+		if slices.Contains(kinds, k) {
+			n++
+		}
+	}
+	return n
+}
+
+func (f *fakeLlama) body(n int) map[string]any {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.bodies[n]
+}
+
+// home is a home with the configuration of the acceptance test.
+func (f *fakeLlama) home(more string) string {
+	f.t.Helper()
+	home := shortHome(f.t)
+	needNil(f.t, os.Chmod(home, 0o755))
+	text := fmt.Sprintf("%s\n[infer]\nsocket = %q\nmodel = \"test-model\"\n[slots]\nmain = 0\nbackground = 1\n[expect]\ntemplate_sha256 = %q\nn_ctx = 131072\nslots = 2\n"+
+		"[limits]\npoll_ms = 40\nliveness_ms = 500\nretry_backoff_ms = [10]\n%s\n[paths]\nhome = %q\n", "# belay", f.path, templateSum(fakeTemplate), more, home)
+	needNil(f.t, os.WriteFile(filepath.Join(home, "config.toml"), []byte(text), 0o644))
+	return home
+}
+
+// testDaemon is one loopd under test.
+type testDaemon struct {
+	t      *testing.T
+	home   string
+	cmd    *exec.Cmd
+	err    lockedBuffer
+	waited chan struct{}
+}
+
+type lockedBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (b *lockedBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.Write(p)
+}
+
+func (b *lockedBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.String()
+}
+
+// loopd starts the daemon of a home by its second name.
+func loopd(t *testing.T, home string, args ...string) *testDaemon {
+	t.Helper()
+	d := &testDaemon{t: t, home: home, waited: make(chan struct{})}
+	d.cmd = exec.Command(filepath.Join(filepath.Dir(belayBinary(t)), "loopd"), append([]string{"serve", "--config", filepath.Join(home, "config.toml")}, args...)...)
+	d.cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "HOME=" + home, "TMPDIR=" + os.TempDir()}
+	d.cmd.Dir, d.cmd.Stderr = "/", &d.err
+	return d
+}
+
+func (d *testDaemon) start() *testDaemon {
+	d.t.Helper()
+	needNil(d.t, d.cmd.Start())
+	go func() { d.cmd.Wait(); close(d.waited) }()
+	d.t.Cleanup(func() {
+		d.cmd.Process.Kill()
+		<-d.waited
+		if strings.Contains(d.err.String(), "DATA RACE") || strings.Contains(d.err.String(), "panic") {
+			d.t.Errorf("the daemon's stderr:\n%s", d.err.String())
+		}
+	})
+	return d
+}
+
+// serving starts the daemon and waits until it answers.
+func (d *testDaemon) serving() *testDaemon {
+	d.t.Helper()
+	d.start()
+	until(d.t, "the daemon answers; stderr: "+d.err.String(), deadline, func() bool {
+		select {
+		case <-d.waited:
+			d.t.Fatalf("the daemon ended:\n%s", d.err.String())
+		default:
+		}
+		return d.answers()
+	})
+	return d
+}
+
+func (d *testDaemon) end() int {
+	d.t.Helper()
+	select {
+	case <-d.waited:
+	case <-time.After(deadline):
+		d.cmd.Process.Signal(syscall.SIGQUIT)
+		<-d.waited
+		d.t.Fatalf("the daemon did not end:\n%s", d.err.String())
+	}
+	return d.cmd.ProcessState.ExitCode()
+}
+
+func (d *testDaemon) kill() {
+	d.cmd.Process.Kill()
+	<-d.waited
+}
+
+func (d *testDaemon) socket() string { return socketPath(d.home) }
+
+// answers: a turn that resumes a session that does not exist gets its error.
+func (d *testDaemon) answers() bool {
+	c, err := net.Dial("unix", d.socket())
+	if err != nil {
+		return false
+	}
+	defer c.Close()
+	c.SetDeadline(time.Now().Add(5 * time.Second))
+	frame, _ := encodeFrame(1<<20, 7, true, &wireRequest{Type: "turn", Session: "probe", Content: "are you there", Resume: true})
+	c.Write(frame)
+	e, err := readFrame(c, 1<<20, func() {})
+	var m wireError
+	return err == nil && json.Unmarshal(e.Msg, &m) == nil && e.ID == 7 && e.Final && m.Code == codeNoSuchSession
+}
+
+func inode(t *testing.T, path string) uint64 {
+	t.Helper()
+	fi, err := os.Lstat(path)
+	needNil(t, err)
+	return fi.Sys().(*syscall.Stat_t).Ino
+}
+
+func hasLine(text, line string) bool {
+	return slices.Contains(strings.Split(text, "\n"), line)
+}
+
+func TestSeedASecondDaemonIsRefusedAndTheFirstServesOn(t *testing.T) {
+	f := newFakeLlama(t)
+	first := loopd(t, f.home("")).serving()
+	before, sent := inode(t, first.socket()), f.count("props", "tokenize", "tool_call", "turn1", "turn2")
+	if n := f.count("tool_call", "turn1", "turn2"); n != 3 {
+		t.Errorf("the check made %d completions, want 3", n)
+	}
+	second := loopd(t, first.home).start()
+	code, line := second.end(), fmt.Sprintf("loopd: another loopd is running (it holds %s/run/loopd.lock); see docs/runbook.md#already-running", first.home)
+	if stderr := second.err.String(); code != 1 || !hasLine(stderr, line) || strings.Contains(stderr, "selftest") {
+		t.Errorf("code %d, stderr:\n%s", code, stderr)
+	}
+	if n := f.count("props", "tokenize", "tool_call", "turn1", "turn2"); n != sent {
+		t.Errorf("the second sent the server %d requests", n-sent)
+	}
+	if inode(t, first.socket()) != before || !first.answers() {
+		t.Error("the first serves no more, or on another socket")
+	}
+}
+
+func TestSeedAfterAKillTheNextRemovesTheStaleSocketAndServes(t *testing.T) {
+	f := newFakeLlama(t)
+	first := loopd(t, f.home("")).serving()
+	first.kill()
+	if _, err := os.Lstat(first.socket()); err != nil || first.answers() {
+		t.Fatalf("a killed daemon leaves its socket and serves nobody: %v", err)
+	}
+	next := loopd(t, first.home).serving()
+	fi, err := os.Stat(lockPath(next.home))
+	if err != nil || fi.Mode().Perm() != 0o600 {
+		t.Errorf("lock: %v %v", fi, err)
+	}
+	if n := f.count("tool_call", "turn1", "turn2"); n != 6 {
+		t.Errorf("%d completions, want 6", n)
+	}
+}
+
+func TestSeedARunDirectoryThatCannotBeWritten(t *testing.T) {
+	f := newFakeLlama(t)
+	home := f.home("")
+	run := filepath.Join(home, "run")
+	d := loopd(t, home)
+	needNil(t, os.Mkdir(run, 0o700))
+	if os.Geteuid() == 0 {
+		needNil(t, errors.Join(os.Chown(home, nobodyID, nobodyID), os.Chown(run, nobodyID, nobodyID)))
+		d.cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobodyID, Gid: nobodyID}}
+	}
+	needNil(t, os.Chmod(run, 0o500))
+	t.Cleanup(func() { os.Chmod(run, 0o700) })
+	code := d.start().end()
+	line := fmt.Sprintf("loopd: cannot take the lock %s/loopd.lock: Permission denied (os error 13); see docs/runbook.md#already-running", run)
+	if code != 1 || !hasLine(d.err.String(), line) {
+		t.Errorf("code %d, stderr:\n%s", code, d.err.String())
+	}
+	if n := f.count("props", "tokenize", "tool_call"); n > 0 {
+		t.Errorf("the server got %d requests", n)
+	}
+	if _, err := os.Lstat(d.socket()); err == nil {
+		t.Error("there is a socket")
+	}
+}
+
+// wire is a client's end of a connection.
+type wire struct {
+	t *testing.T
+	net.Conn
+}
+
+func (d *testDaemon) dial() *wire {
+	d.t.Helper()
+	c, err := net.Dial("unix", d.socket())
+	needNil(d.t, err)
+	d.t.Cleanup(func() { c.Close() })
+	c.SetDeadline(time.Now().Add(deadline))
+	return &wire{d.t, c}
+}
+
+func (w *wire) send(id int64, r wireRequest) *wire {
+	w.t.Helper()
+	frame, err := encodeFrame(8<<20, id, true, &r)
+	needNil(w.t, err)
+	_, err = w.Write(frame)
+	needNil(w.t, err)
+	return w
+}
+
+// anyReply is whatever the daemon says.
+type anyReply struct {
+	wireReply
+	Code    errorCode
+	Message string
+	Retry   string
+	Anchor  string
+	Data    json.RawMessage `json:"data"`
+	id      int64
+	final   bool
+}
+
+func (m anyReply) kind() string {
+	if m.Type == "event" {
+		return str(parse(m.Event).get("type"))
+	}
+	return m.Type + string(m.Code) + m.Stop
+}
+
+func (w *wire) next() anyReply {
+	w.t.Helper()
+	e, err := readFrame(w, 15<<20, func() {})
+	needNil(w.t, err)
+	var m anyReply
+	needNil(w.t, json.Unmarshal(e.Msg, &m))
+	m.id, m.final = e.ID, e.Final
+	return m
+}
+
+// final reads to the last frame of a request and gives it with the kinds of all.
+func (w *wire) final(id int64) (anyReply, []string) {
+	w.t.Helper()
+	for kinds := []string(nil); ; {
+		m := w.next()
+		if m.id == id {
+			kinds = append(kinds, m.kind())
+		}
+		if m.id == id && m.final {
+			return m, kinds
+		}
+	}
+}
+
+// until reads to an event of a kind.
+func (w *wire) until(kind string) anyReply {
+	w.t.Helper()
+	for {
+		if m := w.next(); m.kind() == kind {
+			return m
+		} else if m.final {
+			w.t.Fatalf("%s %s came before %s", m.kind(), m.Message, kind)
+		}
+	}
+}
+
+func (w *wire) want(id int64, kind string) anyReply {
+	w.t.Helper()
+	m, kinds := w.final(id)
+	if m.kind() != kind {
+		w.t.Errorf("request %d ended with %s (%s), want %s; %v", id, m.kind(), m.Message, kind, kinds)
+	}
+	return m
+}
+
+func aTurn(session, content string, resume bool) wireRequest {
+	return wireRequest{Type: "turn", Session: session, Content: content, Resume: resume}
+}
+
+func (d *testDaemon) status() (s struct {
+	Phase           string
+	Running         []string
+	Queued, Clients int
+	Tools           bool
+}) {
+	d.t.Helper()
+	needNil(d.t, json.Unmarshal(d.dial().send(1, wireRequest{Type: "status"}).want(1, "status").Status, &s))
+	return s
+}
+
+func (d *testDaemon) journal(session string) []record {
+	d.t.Helper()
+	return readRecords(d.t, filepath.Join(d.home, "sessions", session, journalName))
+}
+
+// streaming begins an answer and holds it until the client leaves or release is closed.
+func streaming(release <-chan struct{}) func(http.ResponseWriter, *http.Request) {
+	return func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		io.WriteString(w, delta(map[string]any{"content": "first "}, nil))
+		w.(http.Flusher).Flush()
+		for {
+			select {
+			case <-release:
+				io.WriteString(w, say("last"))
+				return
+			case <-r.Context().Done():
+				return
+			case <-time.After(50 * time.Millisecond): // the limit of silence is 500 ms
+				io.WriteString(w, ":\n\n")
+				w.(http.Flusher).Flush()
+			}
+		}
+	}
+}
+
+func TestCheckOfTheServer(t *testing.T) {
+	t.Parallel()
+	props := func(change func(map[string]any)) map[string]any {
+		p := map[string]any{"total_slots": 2, "chat_template": fakeTemplate, "eos_token": "</s>", "default_generation_settings": map[string]any{"n_ctx": 131072}}
+		change(p)
+		return p
+	}
+	set := func(key string, v any) map[string]any { return props(func(p map[string]any) { p[key] = v }) }
+	length := delta(map[string]any{"content": "I think"}, nil) + delta(map[string]any{}, "length") + "data: [DONE]\n\n"
+	for _, c := range []struct {
+		anchor, what string // anchor "": the check passes, and its lines hold what
+		kind         string
+		answer       any
+		completions  int
+	}{
+		{"server-auth", "401", "props", status(401, `{"error":{"code":401,"message":"Invalid API Key"}}`), 0},
+		{"server-loading", "503", "props", status(503, `{"error":{"code":503,"message":"Loading model","type":"unavailable_error"}}`), 0},
+		{"server-not-llama", "<html>", "props", status(200, "<html>"), 0},
+		{"server-router", "router", "props", set("role", "router"), 0},
+		{"template-mismatch", "observed-template.jinja", "props", set("chat_template", "other"), 0},
+		{"template-mismatch", "last newline", "props", set("chat_template", fakeTemplate+"\n"), 0},
+		{"n-ctx-mismatch", "n_ctx is 65536, the configuration expects 131072; this is per slot", "props", set("default_generation_settings", map[string]any{"n_ctx": 65536}), 0},
+		{"slots-mismatch", "total_slots is 4, the configuration expects 2", "props", set("total_slots", 4), 0},
+		{"tokenizer", "POST /tokenize: status 200", "tokenize", map[string]any{"tokens": []int{-1}}, 0},
+		{"tokenizer", "POST /tokenize: status 200", "tokenize", map[string]any{"tokens": []int{}}, 0},
+		{"tool-call-jinja", "--jinja", "tool_call", status(500, `{"error":{"code":500,"message":"tools param requires --jinja flag","type":"server_error"}}`), 1},
+		{"tool-call-unparsed", "loop_selftest", "tool_call", say(`<tool_call>{"name": "loop_selftest"}</tool_call>`), 1},
+		{"no-tool-call", "I cannot", "tool_call", say("I cannot"), 1},
+		{"tool-call-cut", "I think", "tool_call", length, 1},
+		{"tool-call-arguments", `"{\"wor"`, "tool_call", delta(map[string]any{"tool_calls": []any{map[string]any{"index": 0, "id": "x", "function": map[string]any{"name": "loop_selftest", "arguments": `{"wor`}}}}, nil) + delta(map[string]any{}, "tool_calls") + "data: [DONE]\n\n", 1},
+		{"server-error", "boom", "turn1", status(500, `{"error":{"code":500,"message":"boom"}}`), 2},
+		{"prompt-truncated", "2051 prompt tokens"[4:], "turn1", usageReply("one", 51, 0), 2},
+		{"no-prefix-cache", "12 of turn 1's 1300", "turn2", usageReply("two", 1320, 12), 3},
+		{"", "warning: not what was asked", "tool_call", calls("other_tool", map[string]any{"word": "no"}), 3},
+		{"", "warning: POST /v1/chat/completions, turn 2: 800 of", "turn2", usageReply("two", 1320, 800), 3},
+		{"", "says nothing about cached tokens", "turn2", say("two"), 3},
+		{"", "1290 of turn 1's 1300", "none", nil, 3},
+	} {
+		t.Run(c.anchor+" "+c.kind, func(t *testing.T) {
+			f := newFakeLlama(t)
+			f.answers[c.kind] = c.answer
+			d := loopd(t, f.home("load_timeout_ms = 1000"))
+			if c.anchor == "" {
+				if d.serving(); !strings.Contains(d.err.String(), c.what) {
+					t.Errorf("stderr lacks %q:\n%s", c.what, d.err.String())
+				}
+				return
+			}
+			code := d.start().end()
+			all := strings.Split(strings.TrimSpace(d.err.String()), "\n")
+			if last := fmt.Sprintf("loopd: selftest failed: %s; see docs/runbook.md#%s", c.anchor, c.anchor); code != 1 || all[len(all)-1] != last || !strings.Contains(d.err.String(), c.what) {
+				t.Errorf("code %d, want 1, %q and as last line\n%s\nstderr:\n%s", code, c.what, last, d.err.String())
+			}
+			if n := f.count("tool_call", "turn1", "turn2"); n != c.completions {
+				t.Errorf("%d completions, want %d: nothing is sent after a failure", n, c.completions)
+			}
+			for _, line := range all {
+				if !strings.HasPrefix(line, "loopd: selftest") {
+					t.Errorf("a line of the check does not begin so: %s", line)
+				}
+			}
+		})
+	}
+}
+
+func TestServerThatIsNotThere(t *testing.T) {
+	f := newFakeLlama(t)
+	f.stop()
+	d := loopd(t, f.home(""))
+	if code := d.start().end(); code != 1 || !strings.Contains(d.err.String(), "selftest failed: server-unreachable;") || !strings.Contains(d.err.String(), "(os error ") {
+		t.Errorf("code %d:\n%s", code, d.err.String())
+	}
+	waiting := loopd(t, d.home, "--set", "infer.wait_for_server=true").start()
+	until(t, "it waits", deadline, func() bool { return strings.Contains(waiting.err.String(), "selftest: waiting") })
+	f.start()
+	until(t, "it serves once the server is there", deadline, waiting.answers)
+}
+
+func TestEveryAnchorIsInTheRunbook(t *testing.T) {
+	book, err := os.ReadFile("docs/runbook.md")
+	needNil(t, err)
+	have, used := map[string]bool{}, map[string]bool{}
+	for _, m := range regexp.MustCompile(`(?m)^## ([a-z-]+)$`).FindAllStringSubmatch(string(book), -1) {
+		have[m[1]] = true
+	}
+	names, _ := filepath.Glob("*.go")
+	for _, name := range names {
+		src, err := os.ReadFile(name)
+		needNil(t, err)
+		if strings.HasSuffix(name, "_test.go") {
+			continue
+		}
+		for _, m := range regexp.MustCompile(`runbook\.md#([a-z-]+)|(?:found\(|anchor = |cmp\.Or\(anchor, |"(?:auth|network|stall)": )"([a-z-]+)"`).FindAllStringSubmatch(string(src), -1) {
+			used[m[1]+m[2]] = true
+		}
+	}
+	if len(used) < 15 {
+		t.Errorf("only %d anchors were found in the code", len(used))
+	}
+	for a := range used {
+		if !have[a] {
+			t.Errorf("the code points at %s, which docs/runbook.md lacks", a)
+		}
+	}
+	for a := range have {
+		if !used[a] {
+			t.Errorf("docs/runbook.md has %s, which no message points at", a)
+		}
+	}
+}
+
+func TestATurnFromItsStreamToItsJournal(t *testing.T) {
+	f := newFakeLlama(t)
+	work := t.TempDir()
+	needNil(t, os.WriteFile(filepath.Join(work, "a.txt"), []byte("hello\n"), 0o644))
+	f.turn = func(n int, _ map[string]any) any {
+		return []any{bash("cat a.txt"), say("it says hello"), bash("cat a.txt"), say("again")}[n]
+	}
+	d := loopd(t, f.home("max_queue = 2"), "--workspace", work, "--set", "exec.sandbox=danger-full-access").serving()
+	w := d.dial()
+	m, order := w.send(7, aTurn("s", "read it", false)).final(7)
+	if want := "started start tool_use turn_usage tool_result content turn_usage resultend"; strings.Join(order, " ") != strings.Replace(want, "tool_use turn_usage", "turn_usage tool_use", 1) || m.Text != "it says hello" || m.Turn != 1 || len(m.Usage) == 0 {
+		t.Errorf("%v %+v", order, m)
+	}
+	if got := kinds(d.journal("s")); got != "session turn_start assistant tool_start tool_result assistant turn_end" {
+		t.Error(got)
+	}
+	if m = w.send(8, aTurn("s", "again", true)).want(8, "resultend"); m.Turn != 2 {
+		t.Errorf("turn %d", m.Turn)
+	}
+	body := f.body(3)
+	if body["id_slot"] != 0.0 || body["cache_prompt"] != true || body["stream"] != true {
+		t.Errorf("%v", body)
+	}
+	// The whole history goes out, each call with its own id although the server repeats them.
+	ids := map[any]bool{}
+	for _, m := range body["messages"].([]any) {
+		if id := m.(map[string]any)["tool_call_id"]; id != nil {
+			ids[id] = true
+		}
+	}
+	if len(ids) != 2 {
+		t.Errorf("call ids %v, want 2 of them", ids)
+	}
+	// What was sent once is sent again byte for byte.
+	first, _ := json.Marshal(f.body(1)["messages"])
+	last, _ := json.Marshal(body["messages"])
+	if !bytes.HasPrefix(last, bytes.TrimSuffix(first, []byte("]"))) {
+		t.Errorf("%s\nis no start of\n%s", first, last)
+	}
+	w.send(9, aTurn("s", "x", false)).want(9, "errorsession_exists")
+	w.send(10, aTurn("none", "x", true)).want(10, "errorno_such_session")
+	w.send(11, aTurn("../x", "x", true)).want(11, "errorbad_session_id")
+	w.send(12, aTurn("s", strings.Repeat("x", contentMax+1), true)).want(12, "errorcontent_too_large")
+	w.send(13, aTurn("s", "", true)).want(13, "errorbad_request")
+	w.send(14, wireRequest{Type: "dance"}).want(14, "errorunknown_message")
+	if m = w.send(15, wireRequest{Type: "attach", Session: "s"}).want(15, "resultend"); m.Text != "again" || m.Turn != 2 {
+		t.Errorf("%+v", m)
+	}
+	w.send(16, wireRequest{Type: "ping", Data: "x"}).want(16, "pong")
+	w.send(17, wireRequest{Type: "cancel", Session: "s"}).want(17, "ok")
+	var list []sessionInfo
+	if json.Unmarshal(w.send(18, wireRequest{Type: "sessions"}).want(18, "sessions").Sessions, &list); len(list) != 1 || list[0].Session != "s" {
+		t.Errorf("%v", list)
+	}
+	if _, err := os.Stat(filepath.Join(d.home, "sessions", "none")); err == nil {
+		t.Error("a refused turn left a session")
+	}
+}
+
+func TestCancelFromElsewhereAtEveryPoint(t *testing.T) {
+	f := newFakeLlama(t)
+	tag := newTag(t)
+	gone := make(chan struct{}, 10)
+	f.turn = func(n int, body map[string]any) any {
+		all, _ := json.Marshal(body["messages"].([]any)[len(body["messages"].([]any))-1])
+		switch {
+		case bytes.Contains(all, []byte("PROMPT")):
+			return func(w http.ResponseWriter, r *http.Request) {
+				w.Header().Set("Content-Type", "text/event-stream")
+				io.WriteString(w, chunk(map[string]any{"choices": []any{}, "prompt_progress": map[string]any{"processed": 10, "total": 100}}))
+				w.(http.Flusher).Flush()
+				hang(w, r)
+				gone <- struct{}{}
+			}
+		case bytes.Contains(all, []byte("STREAM")):
+			return func(w http.ResponseWriter, r *http.Request) { streaming(nil)(w, r); gone <- struct{}{} }
+		case bytes.Contains(all, []byte("TOOL")):
+			return bash("/proc/self/exe victim " + tag + " setsid & sleep 600; : " + tag)
+		}
+		return say("ok")
+	}
+	d := loopd(t, f.home(""), "--workspace", t.TempDir(), "--set", "exec.sandbox=danger-full-access", "--set", "limits.liveness_ms=20000").serving()
+	for _, c := range []struct{ content, event string }{{"PROMPT", "progress"}, {"STREAM", "content"}, {"TOOL", "tool_use"}} {
+		w, name := d.dial(), strings.ToLower(c.content)
+		w.send(1, aTurn(name, c.content, false)).until(c.event)
+		d.dial().send(1, aTurn(name, "x", true)).want(1, "errorsession_busy")
+		d.dial().send(1, wireRequest{Type: "cancel", Session: name}).want(1, "ok")
+		w.want(1, "resultcancelled")
+		if c.event != "tool_use" {
+			<-gone // the server saw the connection close
+		}
+		recs := d.journal(name)
+		if last := recs[len(recs)-1]; last.Type != recTurnEnd || last.Stop != "cancelled" {
+			t.Errorf("%s: %s %+v", name, kinds(recs), last)
+		}
+		// The history stays one that a server takes, and the session goes on.
+		w.send(2, aTurn(name, "go on", true)).want(2, "resultend")
+	}
+	noneLeft(t, tag)
+}
+
+func TestAKilledClientsTurnGoesOnAndAnotherAttaches(t *testing.T) {
+	f := newFakeLlama(t)
+	release := make(chan struct{})
+	f.turn = func(n int, _ map[string]any) any { return []any{streaming(release), say("other")}[min(n, 1)] }
+	d := loopd(t, f.home("")).serving()
+	first := d.dial()
+	first.send(1, aTurn("s", "x", false)).until("content")
+	first.Close()
+	queued := d.dial()
+	m := queued.send(1, aTurn("other", "x", false)).until("queued")
+	if string(m.Event) != `{"type":"queued","position":1}` {
+		t.Errorf("%s", m.Event)
+	}
+	if s := d.status(); s.Queued != 1 || len(s.Running) != 1 || s.Running[0] != "s" || s.Phase != "serving" {
+		t.Errorf("%+v", s)
+	}
+	second, late := d.dial(), d.dial()
+	second.send(5, wireRequest{Type: "attach", Session: "s"})
+	late.send(5, wireRequest{Type: "attach", Session: "s", From: 3})
+	if m := late.next(); m.Seq != 3 {
+		t.Errorf("attach from 3 began with %d", m.Seq)
+	}
+	close(release)
+	m, order := second.final(5)
+	if strings.Join(order, " ") != "started start content content turn_usage resultend" || m.Text != "first last" {
+		t.Errorf("%v %+v", order, m)
+	}
+	late.want(5, "resultend")
+	queued.want(1, "resultend")
+}
+
+func TestDisconnectCancelsWhereAsked(t *testing.T) {
+	f := newFakeLlama(t)
+	f.turn = func(n int, _ map[string]any) any { return []any{streaming(nil), say("fine")}[min(n, 1)] }
+	d := loopd(t, f.home("")).serving()
+	w, r := d.dial(), aTurn("s", "x", false)
+	r.OnDisconnect = "cancel"
+	w.send(1, r).until("content")
+	w.Close()
+	d.dial().send(1, aTurn("other", "y", false)).want(1, "resultend") // once the slot is free
+	if m := d.dial().send(1, wireRequest{Type: "attach", Session: "s"}).want(1, "resultcancelled"); m.Turn != 1 {
+		t.Errorf("%+v", m)
+	}
+	// A client that ends its own direction still gets its answer.
+	half := d.dial()
+	half.send(1, aTurn("half", "x", false))
+	needNil(t, half.Conn.(*net.UnixConn).CloseWrite())
+	half.want(1, "resultend")
+}
+
+func TestTheQueueIsFirstComeFirstServedAndBounded(t *testing.T) {
+	f := newFakeLlama(t)
+	release := make(chan struct{})
+	f.turn = func(n int, _ map[string]any) any { return []any{streaming(release), say("fine")}[min(n, 1)] }
+	d := loopd(t, f.home("max_queue = 3")).serving()
+	w := d.dial()
+	w.send(1, aTurn("s1", "x", false)).until("content")
+	for i := 2; i <= 4; i++ {
+		w.send(int64(i), aTurn(fmt.Sprintf("s%d", i), "x", false)).until("queued")
+	}
+	d.dial().send(1, aTurn("s5", "x", false)).want(1, "erroroverloaded")
+	d.dial().send(1, wireRequest{Type: "cancel", Session: "s3"}).want(1, "ok") // one that waits
+	close(release)
+	var order []int64
+	for len(order) < 4 {
+		if m := w.next(); m.final {
+			order = append(order, m.id)
+		}
+	}
+	if fmt.Sprint(order) != "[3 1 2 4]" {
+		t.Errorf("finals in the order %v", order)
+	}
+}
+
+func TestDrain(t *testing.T) {
+	f := newFakeLlama(t)
+	tag := newTag(t)
+	release := make(chan struct{})
+	f.turn = func(n int, _ map[string]any) any {
+		return []any{streaming(release), bash("sleep 600; : " + tag), say("x")}[n]
+	}
+	d := loopd(t, f.home(""), "--workspace", t.TempDir(), "--set", "exec.sandbox=danger-full-access").serving()
+	w, q, idle := d.dial(), d.dial(), d.dial()
+	w.send(1, aTurn("s", "x", false)).until("content")
+	q.send(1, aTurn("queued", "x", false)).until("queued")
+	idle.send(1, wireRequest{Type: "ping"}).want(1, "pong")
+	d.cmd.Process.Signal(syscall.SIGTERM)
+	q.want(1, "resultinterrupted")
+	w.send(2, aTurn("new", "x", false))
+	w.want(2, "errordraining")
+	close(release) // the running step ends within drain_ms, with its whole answer
+	if m := w.want(1, "resultend"); m.Text != "first last" {
+		t.Errorf("%+v", m)
+	}
+	for _, c := range []*wire{w, q, idle} {
+		if m := c.next(); m.Type != "bye" || m.id != 0 {
+			t.Errorf("%+v", m)
+		}
+		if _, err := c.Read(make([]byte, 1)); err != io.EOF {
+			t.Errorf("after bye: %v", err)
+		}
+	}
+	if code := d.end(); code != 0 {
+		t.Errorf("exit code %d\n%s", code, d.err.String())
+	}
+	if _, err := os.Lstat(d.socket()); err == nil {
+		t.Error("the socket is left")
+	}
+	// The second signal ends a tool that the first one let run, and everything below it.
+	d = loopd(t, d.home, "--workspace", t.TempDir(), "--set", "exec.sandbox=danger-full-access").serving()
+	w = d.dial()
+	w.send(1, aTurn("tool", "x", false)).until("tool_use")
+	until(t, "the tool runs", deadline, func() bool { return len(taggedIn(tag)) > 0 })
+	d.cmd.Process.Signal(syscall.SIGTERM)
+	d2 := d.dial()
+	until(t, "it drains", deadline, func() bool { return d.status().Phase == "draining" })
+	d2.send(1, wireRequest{Type: "shutdown", Mode: "now"}).want(1, "ok")
+	w.want(1, "resultinterrupted")
+	if code := d.end(); code != 0 {
+		t.Errorf("exit code %d\n%s", code, d.err.String())
+	}
+	until(t, "the tool is gone", leftWait, func() bool { return len(taggedIn(tag)) == 0 })
+	if got := kinds(d.journal("tool")); got != "session turn_start assistant tool_start tool_result turn_end" {
+		t.Error(got)
+	}
+}
+
+// taggedIn gives the processes of a shell command that holds a tag.
+func taggedIn(tag string) (pids []string) {
+	names, _ := filepath.Glob("/proc/[0-9]*/cmdline")
+	for _, name := range names {
+		if b, _ := os.ReadFile(name); bytes.Contains(b, []byte(tag)) && !strings.Contains(name, fmt.Sprintf("/%d/", os.Getpid())) {
+			pids = append(pids, name)
+		}
+	}
+	return pids
+}
+
+func TestSignalsAfterTheFirst(t *testing.T) {
+	f := newFakeLlama(t)
+	f.turn = func(int, map[string]any) any { return streaming(nil) }
+	d := loopd(t, f.home("")).serving()
+	w := d.dial()
+	w.send(1, aTurn("s", "x", false)).until("content")
+	d.cmd.Process.Signal(syscall.SIGTERM)
+	until(t, "it drains", deadline, func() bool { return d.status().Phase == "draining" })
+	// Within a second a signal counts as the same one: it is sent until it counts as the next.
+	until(t, "the second signal cancels", deadline, func() bool {
+		d.cmd.Process.Signal(syscall.SIGTERM)
+		select {
+		case <-d.waited:
+			return true
+		case <-time.After(100 * time.Millisecond):
+			return false
+		}
+	})
+	w.want(1, "resultinterrupted")
+	if recs := d.journal("s"); recs[len(recs)-1].Stop != "interrupted" {
+		t.Errorf("%+v", recs)
+	}
+}
+
+func TestADeletedSocketComesBack(t *testing.T) {
+	f := newFakeLlama(t)
+	release := make(chan struct{})
+	f.turn = func(int, map[string]any) any { return streaming(release) }
+	d := loopd(t, f.home("")).serving()
+	w := d.dial()
+	w.send(1, aTurn("s", "x", false)).until("content")
+	needNil(t, os.Remove(d.socket()))
+	until(t, "the socket is back", deadline, d.answers)
+	close(release)
+	w.want(1, "resultend")
+	// Somebody else's socket in its place stays.
+	needNil(t, os.Remove(d.socket()))
+	ln, err := net.Listen("unix", d.socket())
+	needNil(t, err)
+	defer ln.Close()
+	d.cmd.Process.Signal(syscall.SIGTERM)
+	d.end()
+	if _, err := os.Lstat(d.socket()); err != nil {
+		t.Error("a foreign socket was removed")
+	}
+}
+
+func TestAServerThatWasReplacedGetsNoHistory(t *testing.T) {
+	f := newFakeLlama(t)
+	f.turn = func(n int, _ map[string]any) any { return say(fmt.Sprint("answer ", n)) }
+	d := loopd(t, f.home("")).serving()
+	w := d.dial()
+	w.send(1, aTurn("s", "x", false)).want(1, "resultend")
+	f.stop()
+	f.mu.Lock()
+	f.props["chat_template"] = "another"
+	f.mu.Unlock()
+	f.start()
+	if m := w.send(2, aTurn("s", "y", true)).want(2, "errornot_ready"); m.Anchor != "template-mismatch" || m.Retry != "later" {
+		t.Errorf("%+v", m)
+	}
+	if s := d.status(); s.Phase != "not ready: template-mismatch" {
+		t.Errorf("%+v", s)
+	}
+	if n := f.count("turn"); n != 1 {
+		t.Errorf("%d histories were sent, want 1", n)
+	}
+	w.send(3, aTurn("s", "y", true)).want(3, "errornot_ready")
+	f.mu.Lock()
+	f.props["chat_template"] = fakeTemplate
+	f.mu.Unlock()
+	id := int64(3)
+	until(t, "it is checked again and serves", deadline, func() bool {
+		id++
+		m, _ := w.send(id, aTurn("s", "z", true)).final(id)
+		return m.kind() == "resultend"
+	})
+	if n := f.count("tool_call"); n != 2 {
+		t.Errorf("%d checks, want 2", n)
+	}
+}
+
+func TestAServerThatFailsATurn(t *testing.T) {
+	f := newFakeLlama(t)
+	f.turn = func(n int, _ map[string]any) any {
+		return []any{
+			status(500, `{"error":{"code":500,"message":"boom","type":"server_error"}}`), status(500, `{"error":{"code":500,"message":"boom","type":"server_error"}}`),
+			status(400, `{"error":{"code":400,"message":"request (40034 tokens) exceeds the available context size (32768 tokens)","type":"exceed_context_size_error"}}`),
+			status(400, `{"error":{"code":400,"message":"bad","type":"invalid_request_error"}}`),
+			delta(map[string]any{"content": "half"}, nil), say("whole"),
+		}[n]
+	}
+	d := loopd(t, f.home("")).serving()
+	w := d.dial()
+	w.send(1, aTurn("s", "x", false)).want(1, "errorserver_unavailable")
+	w.send(2, aTurn("s", "x", true)).want(2, "errorcontext_full")
+	w.send(3, aTurn("s", "x", true)).want(3, "errorserver_error")
+	if m, kinds := w.send(4, aTurn("s", "x", true)).final(4); m.Text != "whole" || !slices.Contains(kinds, "retry") {
+		t.Errorf("a cut stream is sent again: %+v %v", m, kinds)
+	}
+	w.send(5, wireRequest{Type: "attach", Session: "s"}).want(5, "resultend")
+}
+
+func TestHostileClientsLeaveARunningTurnUntouched(t *testing.T) {
+	f := newFakeLlama(t)
+	release := make(chan struct{})
+	f.turn = func(int, map[string]any) any { return streaming(release) }
+	d := loopd(t, f.home("max_frame_bytes = 65536")).serving()
+	w := d.dial()
+	w.send(1, aTurn("s", "x", false)).until("content")
+	for _, c := range []struct {
+		what, bytes, kind string
+		id                int64
+		closed            bool
+	}{
+		{"HTTP", "GET / HTTP/1.1\r\nHost: x\r\n\r\n", "errorbad_frame", 0, true},
+		{"length 0", "\x00\x00\x00\x00", "errorbad_frame", 0, true},
+		{"length 2^32-1", "\xff\xff\xff\xff", "errorbad_frame", 0, true},
+		{"over the limit", "\x00\x01\x00\x01", "errorframe_too_large", 0, true},
+		{"invalid UTF-8", string(rawFrame("{\"v\":1,\"id\":1,\"final\":true,\"msg\":{\"type\":\"\xff\"}}")), "errorbad_frame", 0, true},
+		{"a key twice", string(rawFrame(`{"v":1,"id":4,"final":true,"msg":{"type":"ping","type":"ping"}}`)), "errorbad_frame", 4, true},
+		{"version 2", string(rawFrame(`{"v":2,"id":4,"final":true,"msg":{"type":"ping"}}`)), "errorunsupported_version", 4, true},
+		{"id 0", string(rawFrame(`{"v":1,"id":0,"final":true,"msg":{"type":"ping"}}`)), "errorbad_request", 0, false},
+		{"not final", string(rawFrame(`{"v":1,"id":4,"final":false,"msg":{"type":"ping"}}`)), "errorbad_request", 4, false},
+		{"a wrong type", string(rawFrame(`{"v":1,"id":4,"final":true,"msg":{"type":"ping","data":5}}`)), "errorbad_request", 4, false},
+		{"a wrong mode", string(rawFrame(`{"v":1,"id":4,"final":true,"msg":{"type":"shutdown","mode":"x"}}`)), "errorbad_request", 4, false},
+	} {
+		c2 := d.dial()
+		io.WriteString(c2, c.bytes)
+		if m := c2.next(); m.kind() != c.kind || m.id != c.id || !m.final {
+			t.Errorf("%s: %s for id %d (%s)", c.what, m.kind(), m.id, m.Message)
+		}
+		if c.closed {
+			// With bytes unread the close is a reset.
+			if _, err := c2.Read(make([]byte, 1)); err != io.EOF && !errors.Is(err, syscall.ECONNRESET) {
+				t.Errorf("%s: the connection lives on: %v", c.what, err)
+			}
+		} else {
+			c2.send(9, wireRequest{Type: "ping"}).want(9, "pong")
+		}
+	}
+	half := d.dial()
+	io.WriteString(half, "\x00\x00\x00\x20{\"v\":1")
+	half.Close()
+	// A reused id: an error under id 0, and the turn's own final frame still comes.
+	if m := w.send(1, wireRequest{Type: "ping"}).until("errorduplicate_id"); m.id != 0 {
+		t.Errorf("%+v", m)
+	}
+	close(release)
+	w.want(1, "resultend")
+}
+
+func TestManyIdleConnections(t *testing.T) {
+	f := newFakeLlama(t)
+	release := make(chan struct{})
+	f.turn = func(int, map[string]any) any { return streaming(release) }
+	d := loopd(t, f.home("max_clients = 8")).serving()
+	w := d.dial()
+	w.send(1, aTurn("s", "x", false)).until("content")
+	before := residentOf(t, d.cmd.Process.Pid)
+	refused := 0
+	for range 10_000 { // each is closed by us or by the daemon before the next hundred are made
+		c, err := net.Dial("unix", d.socket())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if refused < 8 {
+			t.Cleanup(func() { c.Close() })
+		} else {
+			defer c.Close()
+		}
+		refused++
+		if refused%100 == 0 { // the backlog of the socket is not endless
+			c.SetDeadline(time.Now().Add(deadline))
+			e, err := readFrame(c, 1<<20, func() {})
+			if err != nil || !bytes.Contains(e.Msg, []byte("overloaded")) {
+				t.Fatalf("connection %d: %s %v", refused, e.Msg, err)
+			}
+		}
+	}
+	if after := residentOf(t, d.cmd.Process.Pid); after > before+64<<10 {
+		t.Errorf("resident memory went from %d to %d KiB", before, after)
+	}
+	close(release)
+	w.want(1, "resultend")
+}
+
+// memoryOf gives the peak resident size of a process in KiB.
+func residentOf(t *testing.T, pid int) (kib int) {
+	t.Helper()
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	needNil(t, err)
+	for line := range strings.Lines(string(b)) {
+		fmt.Sscanf(line, "VmHWM: %d kB", &kib)
+	}
+	return kib
+}
+
+func TestAClientThatNeverReadsLosesEventsAndNobodyElseDoes(t *testing.T) {
+	f := newFakeLlama(t)
+	start := make(chan struct{}, 2)
+	const pieces, size = 5000, 10_000 // 50 MB
+	f.turn = func(int, map[string]any) any {
+		return func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Content-Type", "text/event-stream")
+			w.(http.Flusher).Flush()
+			piece := delta(map[string]any{"content": strings.Repeat("x", size)}, nil)
+			for i := range pieces {
+				if i%100 == 0 { // as fast as the good client reads, less than a backlog ahead
+					<-start
+				}
+				io.WriteString(w, piece)
+			}
+			io.WriteString(w, say("end"))
+		}
+	}
+	d := loopd(t, f.home("max_frame_bytes = 15728640"), "--set", "limits.liveness_ms=20000").serving()
+	slow, good := d.dial(), d.dial()
+	slow.send(1, aTurn("s", "x", false)).until("start")
+	good.send(1, wireRequest{Type: "attach", Session: "s"}).until("start")
+	start <- struct{}{}
+	start <- struct{}{}
+	seen := 0
+	for {
+		m := good.next()
+		if m.kind() == "lagged" {
+			t.Errorf("the good client lost events: %s", m.Event)
+		} else if m.kind() == "content" {
+			if seen++; seen%100 == 0 && seen <= pieces-200 {
+				start <- struct{}{}
+			}
+		}
+		if m.final {
+			if m.kind() != "errorframe_too_large" { // 50 MB of text are more than a frame
+				t.Errorf("%s", m.kind())
+			}
+			break
+		}
+	}
+	if seen != pieces+1 {
+		t.Errorf("the good client saw %d of %d pieces", seen, pieces+1)
+	}
+	t.Logf("peak %d KiB, the answer itself is 50 MB", residentOf(t, d.cmd.Process.Pid))
+	m := slow.until("lagged")
+	if dropped := *number(parse(m.Event).get("dropped")); dropped < pieces/2 {
+		t.Errorf("%d dropped", dropped)
+	}
+	if peak := residentOf(t, d.cmd.Process.Pid); peak > 450<<10 {
+		t.Errorf("peak resident memory %d KiB", peak)
+	}
+	d.dial().send(1, wireRequest{Type: "ping"}).want(1, "pong")
+}
+
+func TestAnotherUserIsRefused(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root to be another user; lock_test.go tests the rule itself")
+	}
+	f := newFakeLlama(t)
+	d := loopd(t, f.home("")).serving()
+	for _, dir := range []string{d.home, filepath.Join(d.home, "run"), filepath.Join(d.home, "run", "loop")} {
+		needNil(t, os.Chmod(dir, 0o755))
+	}
+	needNil(t, os.Chmod(d.socket(), 0o666)) // somebody opened everything
+	c := exec.Command(belayBinary(t), "--home", d.home, "status")
+	c.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobodyID, Gid: nobodyID}}
+	if out, err := c.CombinedOutput(); err == nil || !bytes.Contains(out, []byte("permission_denied")) {
+		t.Errorf("%v %s", err, out)
+	}
+}
+
+func TestFortyStartsAndOneServes(t *testing.T) {
+	f := newFakeLlama(t)
+	for round := range 10 {
+		home := f.home("")
+		all := make([]*testDaemon, 40)
+		for i := range all {
+			all[i] = loopd(t, home)
+		}
+		for _, d := range all {
+			d.start()
+		}
+		refused := 0
+		var serving *testDaemon
+		until(t, "39 are refused", deadline, func() bool {
+			refused, serving = 0, nil
+			for _, d := range all {
+				select {
+				case <-d.waited:
+					refused++
+				default:
+					serving = d
+				}
+			}
+			return refused == 39
+		})
+		until(t, "the one serves", deadline, serving.answers)
+		line := fmt.Sprintf("loopd: another loopd is running (it holds %s/run/loopd.lock); see docs/runbook.md#already-running", home)
+		for _, d := range all {
+			if d != serving && (d.end() != 1 || !hasLine(d.err.String(), line)) {
+				t.Errorf("round %d: %s", round, d.err.String())
+			}
+		}
+		serving.kill()
+	}
+	if n := f.count("tool_call", "turn1", "turn2"); n != 30 {
+		t.Errorf("%d completions in 10 rounds, want 30", n)
+	}
+}
+
+// soakRounds is 40, or BELAY_SOAK.
+func soakRounds(t *testing.T) int {
+	n := 40
+	if s := os.Getenv("BELAY_SOAK"); s != "" {
+		_, err := fmt.Sscan(s, &n)
+		needNil(t, err)
+	}
+	return n
+}
+
+// TestAKillAtAnyMomentLosesNothingThatWasTold kills the daemon at random moments
+// of running turns. The moment is that of the n-th frame, with n at random.
+func TestAKillAtAnyMomentLosesNothingThatWasTold(t *testing.T) {
+	f := newFakeLlama(t)
+	tag := newTag(t)
+	f.turn = func(n int, body map[string]any) any {
+		last := body["messages"].([]any)[len(body["messages"].([]any))-1].(map[string]any)
+		if last["role"] == "user" {
+			return bash("echo hi; : " + tag)
+		}
+		return say("done")
+	}
+	home, work := f.home(""), t.TempDir()
+	told := map[string]int64{}
+	seed := uint64(time.Now().UnixNano())
+	t.Logf("seed %d", seed)
+	random := rand.New(rand.NewPCG(1, seed))
+	for round := range soakRounds(t) {
+		d := loopd(t, home, "--workspace", work, "--set", "exec.sandbox=danger-full-access", "--set", "limits.liveness_ms=20000").serving()
+		var clients sync.WaitGroup
+		var mu sync.Mutex
+		stop := random.IntN(30)
+		var frames atomic.Int64
+		reached := make(chan struct{})
+		for i := range 2 {
+			session := fmt.Sprint("s", i)
+			mu.Lock()
+			turn := told[session]
+			mu.Unlock()
+			clients.Go(func() {
+				c, err := net.Dial("unix", d.socket())
+				if err != nil {
+					return
+				}
+				defer c.Close()
+				for id := int64(1); ; id++ {
+					frame, _ := encodeFrame(1<<20, id, true, &wireRequest{Type: "turn", Session: session, Content: "go", Resume: turn > 0 || id > 1 || round > 0})
+					c.Write(frame)
+					for {
+						e, err := readFrame(c, 1<<20, func() {})
+						if err != nil {
+							return
+						}
+						if frames.Add(1) == int64(stop)+1 {
+							close(reached)
+						}
+						var m anyReply
+						json.Unmarshal(e.Msg, &m)
+						if m.Type == "result" {
+							mu.Lock()
+							told[session] = m.Turn
+							mu.Unlock()
+						}
+						if m.Code == codeNoSuchSession { // killed before it was made
+							frame, _ := encodeFrame(1<<20, id+1000, true, &wireRequest{Type: "turn", Session: session, Content: "go"})
+							c.Write(frame)
+							continue
+						}
+						if m.Code != "" {
+							t.Errorf("round %d: %s %s", round, m.Code, m.Message)
+							return
+						}
+						if e.Final {
+							break
+						}
+					}
+				}
+			})
+		}
+		select {
+		case <-reached:
+		case <-time.After(deadline):
+			t.Fatalf("no %d frames came:\n%s", stop, d.err.String())
+		}
+		d.kill()
+		clients.Wait()
+		for session, turn := range told {
+			// Whole lines only: a kill within a write leaves a torn one, which the next start cuts.
+			raw, err := os.ReadFile(filepath.Join(home, "sessions", session, journalName))
+			needNil(t, err)
+			ends := int64(0)
+			for line := range bytes.Lines(raw) {
+				if bytes.Contains(line, []byte(`"type":"turn_end"`)) && bytes.HasSuffix(line, []byte("\n")) {
+					ends++
+				}
+			}
+			if ends < turn {
+				t.Fatalf("round %d: session %s: turn %d was told, the journal has %d ends", round, session, turn, ends)
+			}
+		}
+	}
+	d := loopd(t, home, "--set", "limits.liveness_ms=20000").serving()
+	for session := range told {
+		d.dial().send(1, aTurn(session, "go", true)).want(1, "resultend")
+	}
+	until(t, "no process is left", leftWait, func() bool { return len(taggedIn(tag)) == 0 })
+	t.Logf("told: %v", told)
+}
+
+// client runs a command of belay against the daemon's home.
+func (d *testDaemon) client(args ...string) *belayRun {
+	r := prepare(d.t, nil, append([]string{"--home", d.home}, args...)...)
+	return r
+}
+
+func TestClientCommands(t *testing.T) {
+	f := newFakeLlama(t)
+	f.turn = func(n int, _ map[string]any) any {
+		return []any{bash("true"), say("the answer"), say("more"), streaming(nil)}[min(n, 3)]
+	}
+	d := loopd(t, f.home(""), "--workspace", t.TempDir(), "--set", "exec.sandbox=danger-full-access").serving()
+	r := d.client("turn", "--session", "s", "do", "it").finish(0)
+	if r.out.String() != "the answer\n" || !strings.Contains(r.err.String(), "tool_result") || strings.Contains(r.err.String(), `"content"`) {
+		t.Errorf("%q %q", r.out.String(), r.err.String())
+	}
+	r = d.client("turn", "--session", "s", "--resume", "--json", "more").finish(0)
+	all := strings.Split(strings.TrimSpace(r.out.String()), "\n")
+	for _, line := range all {
+		if !json.Valid([]byte(line)) {
+			t.Errorf("no JSON: %s", line)
+		}
+	}
+	if !strings.Contains(all[len(all)-1], `"stop":"end"`) {
+		t.Errorf("%s", all)
+	}
+	if r = d.client("turn", "--session", "none", "--resume", "x").finish(1); !strings.Contains(r.err.String(), "(no_such_session)") {
+		t.Error(r.err.String())
+	}
+	if r = d.client("status").finish(0); !strings.Contains(r.out.String(), "phase    serving\n") {
+		t.Error(r.out.String())
+	}
+	d.client("status", "--json").finish(0)
+	if r = d.client("sessions").finish(0); !strings.HasPrefix(r.out.String(), "s  ") {
+		t.Error(r.out.String())
+	}
+	d.client("sessions", "--json").finish(0)
+	// Ctrl-C cancels; twice, while the daemon does not answer, leaves.
+	r = d.client("turn", "--json", "--session", "long", "x").start()
+	until(t, "the turn runs", deadline, func() bool { return f.count("turn") == 4 })
+	r.cmd.Process.Signal(syscall.SIGINT)
+	if code := r.wait(); code != 130 || !strings.Contains(r.out.String(), `"stop":"cancelled"`) {
+		t.Errorf("code %d %s %s", code, r.out.String(), r.err.String())
+	}
+	r = d.client("turn", "--json", "--session", "long2", "x").start()
+	until(t, "the turn runs", deadline, func() bool { return f.count("turn") == 5 })
+	d.cmd.Process.Signal(syscall.SIGSTOP)
+	until(t, "the second signal leaves", deadline, func() bool {
+		r.cmd.Process.Signal(syscall.SIGINT)
+		select {
+		case <-r.waited:
+			return true
+		case <-time.After(50 * time.Millisecond):
+			return false
+		}
+	})
+	d.cmd.Process.Signal(syscall.SIGCONT)
+	if code := r.wait(); code != 130 {
+		t.Errorf("code %d", code)
+	}
+	d.client("cancel", "long2").finish(0)
+	if r = d.client("shutdown").finish(0); r.out.String() != "ok\nbye\n" {
+		t.Error(r.out.String())
+	}
+	if code := d.end(); code != 0 {
+		t.Errorf("code %d", code)
+	}
+	if r = d.client("status").finish(1); !strings.Contains(r.err.String(), "no daemon answers at "+d.socket()) || !strings.Contains(r.err.String(), "serve --config") {
+		t.Error(r.err.String())
+	}
+}
+
+func TestProbePrintsWhatServeExpects(t *testing.T) {
+	f := newFakeLlama(t)
+	home := f.home("")
+	r := prepare(t, nil, "probe", "--config", filepath.Join(home, "config.toml")).finish(0)
+	if want := fmt.Sprintf("[expect]\ntemplate_sha256 = %q\nn_ctx = 131072\nslots = 2\n", templateSum(fakeTemplate)); r.out.String() != want {
+		t.Errorf("%s", r.out.String())
+	}
+	r = prepare(t, nil, "probe", "--json", "--config", filepath.Join(home, "config.toml")).finish(0)
+	if !json.Valid(r.out.Bytes()) {
+		t.Error(r.out.String())
+	}
+	f.stop()
+	r = prepare(t, nil, "probe", "--config", filepath.Join(home, "config.toml")).finish(1)
+	if !strings.Contains(r.err.String(), "runbook.md#server-unreachable") {
+		t.Error(r.err.String())
+	}
+}
+
+func TestReadinessIsTold(t *testing.T) {
+	f := newFakeLlama(t)
+	home := f.home("")
+	path := filepath.Join(home, "notify")
+	c, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
+	needNil(t, err)
+	defer c.Close()
+	d := loopd(t, home)
+	d.cmd.Env = append(d.cmd.Env, "NOTIFY_SOCKET="+path)
+	d.start()
+	c.SetDeadline(time.Now().Add(deadline))
+	b := make([]byte, 100)
+	n, err := c.Read(b)
+	if err != nil || string(b[:n]) != "READY=1\n" || !d.answers() {
+		t.Errorf("%q %v", b[:n], err)
+	}
+}
+
+func TestTheDaemonsSessionStore(t *testing.T) {
+	f := newFakeLlama(t)
+	d := loopd(t, f.home("")).serving()
+	d.dial().send(1, aTurn("s", "x", false)).want(1, "resultend")
+	d.kill()
+	path := filepath.Join(d.home, "sessions", "s", journalName)
+	whole, err := os.ReadFile(path)
+	needNil(t, err)
+	// A turn that was open when the daemon died is ended by the next start.
+	cut := whole[:bytes.LastIndexByte(whole[:len(whole)-1], '\n')+4]
+	needNil(t, os.WriteFile(path, cut, 0o600))
+	outside := t.TempDir()
+	needNil(t, os.Symlink(outside, filepath.Join(d.home, "sessions", "link")))
+	d = loopd(t, d.home).serving()
+	if got := kinds(d.journal("s")); got != "session turn_start assistant recovered turn_end" {
+		t.Error(got)
+	}
+	d.dial().send(1, wireRequest{Type: "attach", Session: "s"}).want(1, "resultinterrupted")
+	d.dial().send(1, aTurn("link", "x", false)).want(1, "errorstorage_error")
+	if left, _ := os.ReadDir(outside); len(left) > 0 {
+		t.Errorf("%v", left)
+	}
+	for _, id := range []string{"..", "a/b", "A", "", strings.Repeat("a", 65), "a\x00", "%2e%2e", ".", "-a"} {
+		d.dial().send(1, aTurn(id, "x", false)).want(1, "errorbad_session_id")
+	}
+	// Two clients at once: one turn, the other is told.
+	a, b := d.dial(), d.dial()
+	for i := range 100 {
+		id, session := int64(i+1), fmt.Sprint("two", i)
+		var both sync.WaitGroup
+		both.Go(func() { a.send(id, aTurn(session, "x", false)) })
+		b.send(id, aTurn(session, "x", false))
+		both.Wait()
+		first, _ := a.final(id)
+		second, _ := b.final(id)
+		got := []string{first.kind(), second.kind()}
+		slices.Sort(got)
+		if got[1] != "resultend" || got[0] != "errorsession_busy" && got[0] != "errorsession_exists" {
+			t.Fatalf("round %d: %v", i, got)
+		}
+		if got := kinds(d.journal(session)); got != "session turn_start assistant turn_end" {
+			t.Fatal(got)
+		}
+	}
+	// Damage in the middle is left alone.
+	damaged := bytes.Replace(whole, []byte(`{"n":1`), []byte(`{"n":9`), 1)
+	needNil(t, os.WriteFile(path, damaged, 0o600))
+	d.dial().send(1, aTurn("s", "x", true)).want(1, "errorsession_damaged")
+	if now, _ := os.ReadFile(path); !bytes.Equal(now, damaged) {
+		t.Error("the damaged journal was changed")
+	}
+}
+
+func TestAFullDiskIsTold(t *testing.T) {
+	f := newFakeLlama(t)
+	d := loopd(t, f.home(""))
+	// The limit of a file's size stands for a full disk: EFBIG is treated alike.
+	d.cmd.Args = append([]string{"sh", "-c", `ulimit -f 8; exec "$0" "$@"`, d.cmd.Path}, d.cmd.Args[1:]...)
+	d.cmd.Path = "/bin/sh"
+	d.serving()
+	w := d.dial()
+	w.send(1, aTurn("s", "x", false)).want(1, "resultend")
+	w.send(2, aTurn("s", strings.Repeat("x", 5000), true)).want(2, "errorstorage_full")
+	w.send(3, aTurn("s", "y", true)).want(3, "resultend") // nothing but the refused turn is lost
+	f.turn = func(int, map[string]any) any { return say(strings.Repeat("y", 6000)) }
+	m, _ := w.send(4, aTurn("s", "z", true)).final(4)
+	if m.kind() != "errorstorage_full" {
+		t.Errorf("%s %s", m.kind(), m.Message)
+	}
+	if got := d.journal("s"); got[0].Type != recSession {
+		t.Error(kinds(got))
+	}
+	w.send(5, wireRequest{Type: "ping"}).want(5, "pong")
+}
+
+// TestMeasure prints figures and asserts none.
+func TestMeasure(t *testing.T) {
+	if os.Getenv("BELAY_MEASURE") == "" {
+		t.Skip("prints figures only: set BELAY_MEASURE")
+	}
+	f := newFakeLlama(t)
+	home := f.home("")
+	d := loopd(t, home).serving()
+	w := d.dial()
+	w.send(1, aTurn("s0", "x", false)).want(1, "resultend")
+	const rounds = 500
+	began := time.Now()
+	for i := range rounds { // each in its own session, so that the history stays short
+		w.send(int64(i+2), aTurn(fmt.Sprint("n", i), "x", false)).want(int64(i+2), "resultend")
+	}
+	each := time.Since(began) / rounds
+	began = time.Now()
+	for range rounds {
+		resp, err := (&http.Client{Transport: &http.Transport{DialContext: func(context.Context, string, string) (net.Conn, error) { return net.Dial("unix", f.path) }}}).Post("http://l/v1/chat/completions", "application/json", strings.NewReader(`{"messages":[]}`))
+		needNil(t, err)
+		io.Copy(io.Discard, resp.Body)
+		resp.Body.Close()
+	}
+	t.Logf("a turn: %s, %.0f turns/s; a bare request to the same server: %s", each, float64(time.Second)/float64(each), time.Since(began)/rounds)
+	for i := range 500 {
+		w.send(int64(i+1000), aTurn(fmt.Sprint("m", i), "x", false)).want(int64(i+1000), "resultend")
+	}
+	d.kill()
+	began = time.Now()
+	d = loopd(t, home).serving()
+	t.Logf("start with 1,001 journals: %s", time.Since(began))
+	release := make(chan struct{})
+	f.turn = func(int, map[string]any) any { return streaming(release) }
+	peers := []*wire{}
+	for i := range 63 {
+		c := d.dial()
+		peers = append(peers, c)
+		if i == 0 {
+			c.send(1, aTurn("attached", "x", false)).until("content")
+		} else {
+			c.send(1, wireRequest{Type: "attach", Session: "attached"}).until("content")
+		}
+	}
+	t.Logf("63 attached clients and 1,001 sessions: peak %d KiB", residentOf(t, d.cmd.Process.Pid))
+	close(release)
+	for _, c := range peers {
+		c.want(1, "resultend")
+	}
+}
