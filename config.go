@@ -474,7 +474,9 @@ func (l *loader) text(form, s string) (kept, allowed string) {
 // they evict each other's cache.
 func (l *loader) finish(reads bool) {
 	c, slots := l.command, cmp.Or(l.expectSlots, 128)
-	if l.replay == "" && in("exec serve probe config", c) {
+	if l.replay != "" { // asks nobody; the URL stands in its messages, so that they are those of the recorded run
+		l.url = strings.Replace(endpoint(l.server), "unix:", "http://localhost/v1/chat/completions#", 1)
+	} else if in("exec serve probe config", c) {
 		l.findServer(reads)
 	}
 	l.demand(l.home != "" || !in("serve turn status sessions cancel shutdown services", c),

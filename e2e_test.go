@@ -49,7 +49,11 @@ func TestMain(m *testing.M) {
 		withoutLandlock(os.Args[2], os.Args[3:])
 		os.Exit(1)
 	}
-	os.Exit(m.Run())
+	code := m.Run()
+	if builtDir != "" {
+		os.RemoveAll(builtDir)
+	}
+	os.Exit(code)
 }
 
 // victim is a process that is hard to end. It ends by itself after 120 s.
@@ -144,6 +148,8 @@ func noneLeft(t *testing.T, tag string) {
 
 // built is the binary under test. BELAY_BINARY names one where there is no Go
 // to build it with; loopd, its other name, stands beside it.
+var builtDir string // set once, by built
+
 var built = sync.OnceValues(func() (string, error) {
 	if path := os.Getenv("BELAY_BINARY"); path != "" {
 		return path, nil
@@ -155,6 +161,7 @@ var built = sync.OnceValues(func() (string, error) {
 	if err != nil {
 		return "", err
 	}
+	builtDir = dir
 	c := exec.Command("go", "build", "-trimpath", "-o", dir+"/belay", ".")
 	c.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := c.CombinedOutput(); err != nil {
@@ -536,7 +543,7 @@ func matrixCase(t *testing.T, kind, event string) {
 	os.WriteFile(hold, nil, 0o600)
 	args := map[string]any{"command": fmt.Sprintf("%s victim %s %s & while test -e %s; do sleep 0.02; done", self, tag, kind, hold), "background": event != "command ends" && event != "timeout"}
 	if event == "timeout" {
-		args["timeout_ms"] = 1500
+		args["timeout_ms"] = 4000 // the victims must be seen before
 	}
 	seen := func(next string) func(http.ResponseWriter, *http.Request) {
 		return func(w http.ResponseWriter, r *http.Request) {

@@ -336,6 +336,11 @@ func framingNeighbours(t *testing.T) []streamCase {
 		resetting(neighbour("reset-inside-arguments", breaks("", "truncated", "network"), sse(callBit(`{"index":0,"id":"a","function":{"name":"list_dir","arguments":"{\"p"}}`)))),
 		resetting(neighbour("reset-after-sentinel", stops("ok"), plain)),
 		resetting(neighbour("reset-before-any-event", breaks("", "truncated", "network", "empty"), ": hello\n\n")),
+		neighbour("chunks-as-lines-of-json", stops("ok"), textBit("o")+"\n"+textBit("k")+"\n"+endBit("stop")+"\n"),
+		neighbour("chunks-as-lines-of-json-without-end", breaks("ok", "truncated"), textBit("o")+"\n", textBit("k")+"\n"),
+		neighbour("named-sentinel", stops("ok"), sse(textBit("ok"))+"event: done\ndata: [DONE]\n\n"),
+		hanging(neighbour("sentinel-line-then-open-socket", stops("ok"), sse(textBit("ok"))+"data: [DONE]\n")),
+		hanging(neighbour("finish-line-then-open-socket", stops("ok"), sse(textBit("ok"), endBit("stop"))+"data: "+endBit("stop")+"\n")),
 	}
 }
 
@@ -375,6 +380,9 @@ func chunkNeighbours() []streamCase {
 		streamTo("reasoning-and-nothing-else", breaks("", "empty"), bit(`"delta":{"reasoning_content":"hm"}`)),
 		hanging(neighbour("stall-while-thinking", stalled, sse(bit(`"delta":{"reasoning_content":"hm"}`)))),
 		neighbour("broken-json-in-the-last-event", breaks("ok", "malformed", "truncated"), sse(textBit("ok"), `{"choices":[{"index":0,"delta":{"content":"lost"}`)),
+		streamTo("empty-object-and-list", stops("ok"), "{}", "[]", textBit("ok")),
+		streamTo("choice-null", stops("ok"), `{"choices":[null]}`, textBit("ok")),
+		streamTo("choices-as-object", stops("ok"), `{"choices":{}}`, textBit("ok")),
 	}
 }
 
@@ -409,6 +417,8 @@ func endNeighbours() []streamCase {
 		neighbour("end-of-body-after-complete-call", breaks("", "truncated"), sse(callBit(one))),
 		neighbour("role-only-then-end-of-body", breaks("", "truncated", "empty"), sse(bit(`"delta":{"role":"assistant"}`))),
 		resetting(neighbour("reset-after-calls-and-finish", calledFor("", "list_dir", "{}"), sse(callBit(one), endBit("tool_calls")))),
+		neighbour("finish-as-number", breaks("ok", "truncated"), sse(bit(`"delta":{"content":"ok"},"finish_reason":1`))),
+		hanging(neighbour("calls-and-finish-then-open-socket", calledFor("", "list_dir", "{}"), sse(callBit(one), endBit("tool_calls")))),
 	}
 }
 
@@ -473,6 +483,11 @@ func callNeighbours() []streamCase {
 		answered("whole-answer-with-old-call", 200, whole(`"function_call":{"name":"f","arguments":`+quote(a)+`}`), calledFor("", "f", a)),
 		neighbour("whole-message-with-calls-in-one-event", calledFor("", "f", a), sse(whole(`"tool_calls":[{"id":"x",`+fn("f", a)+`}]`), "[DONE]")),
 		neighbour("old-call-with-object", calledFor("", "f", a), sse(bit(`"delta":{"function_call":{"name":"f","arguments":`+a+`}}`), endBit("function_call"), "[DONE]")),
+		streamTo("index-zero-no-ids-two-names", two, `{"index":0,`+fn("f", a)+`}`, `{"index":0,`+fn("g", b)+`}`),
+		streamTo("arguments-empty-object-then-text", calledFor("", "f", a), `{"index":0,"id":"x","function":{"name":"f","arguments":{}}}`, `{"index":0,`+piece(a)+`}`),
+		streamTo("arguments-with-a-tail", calledFor("", "f", a+"</tool_call>"), `{"index":0,"id":"x",`+fn("f", a+"</tool_call>")+`}`),
+		streamTo("arguments-encoded-twice", calledFor("", "f", quote(a)), `{"index":0,"id":"x",`+fn("f", quote(a))+`}`),
+		neighbour("calls-as-object", calledFor("", "f", a), sse(bit(`"delta":{"tool_calls":{"index":0,"id":"x",`+fn("f", a)+`}}`), endBit("tool_calls"), "[DONE]")),
 	}
 }
 
@@ -501,6 +516,7 @@ func faultNeighbours() []streamCase {
 		neighbour("vendor-status-zero-is-none", stops("ok"), sse(`{"choices":[{"index":0,"delta":{"content":"ok"}}],"base_resp":{"status_code":0,"status_msg":""}}`, endBit("stop"))),
 		neighbour("detail-in-an-event", breaks("", "stream_error", "server"), sse(`{"detail":"engine died"}`)),
 		neighbour("object-error", breaks("", "stream_error", "server"), sse(`{"object":"error","message":"engine died","code":500}`)),
+		neighbour("wrong-path-of-LM-Studio", refuses("/v1/chat/completions", "not_found"), `{"error":"Unexpected endpoint or method. (POST /chat/completions)"}`),
 	}
 }
 
@@ -550,7 +566,7 @@ func statusNeighbours() []streamCase {
 		answered("302", 302, "", refuses("elsewhere.example", "not_found"), "Location", "https://elsewhere.example/login"),
 		answered("308", 308, "", refuses("elsewhere.example", "not_found"), "Location", "https://elsewhere.example/v1/chat/completions"),
 		answered("200-page", 200, page, refuses("welcome", "not_sse"), html...),
-		answered("200-text", 200, "Hello, I am up.", refuses("up", "not_sse"), "Content-Type", "text/plain"),
+		answered("200-text", 200, "Hello, I am up.", breaks("", "empty", "not_sse"), "Content-Type", "text/plain"),
 		answered("200-empty-object", 200, "{}", breaks("", "empty", "malformed", "not_sse", "truncated")),
 		answered("200-blanks", 200, "\n\n  \n", breaks("", "empty")),
 		answered("200-cut-json", 200, `{"choices":[{"index":0,"message":{"role":"assistant","content":"hal`, breaks("", "truncated", "malformed", "empty")),
@@ -559,6 +575,19 @@ func statusNeighbours() []streamCase {
 		answered("200-whole-answer-filtered", 200, `{"choices":[{"index":0,"message":{"role":"assistant","content":"o"},"finish_reason":"content_filter"}]}`, map[string]any{"text": "o", "tool_calls": []any{}, "finish": "content_filter", "error": nil, "retryable": false}),
 		answered("200-json-error-context", 200, typed("maximum context length is 4096 tokens", "invalid_request_error", "context_length_exceeded"), refuses("4096", "context_length")),
 		answered("200-json-error-auth", 200, `{"error":{"code":401,"message":"no such key"}}`, refuses("key", "auth")),
+		answered("403-balance", 403, said("insufficient balance"), refuses("balance", "billing", "auth")),
+		answered("404-of-Ollama", 404, typed("model 'demo-1' not found, try pulling it first", "api_error", "x"), refuses("pulling", "not_found")),
+		answered("409", 409, said("conflict"), refuses("conflict", "bad_request", "server")),
+		answered("400-error-null", 400, `{"error":null,"message":"odd"}`, refuses("odd", "bad_request")),
+		answered("500-out-of-memory", 500, said("CUDA out of memory"), breaks("", "server")),
+		answered("520", 520, "", breaks("", "server")),
+		hanging(answered("500-then-open-socket", 500, said("x"), breaks("", "server"))),
+		resetting(answered("500-then-reset", 500, said("x"), breaks("", "server"))),
+		answered("200-page-labelled-event-stream", 200, page, refuses("welcome", "not_sse"), "Content-Type", "text/event-stream"),
+		answered("200-whole-answer-empty", 200, `{"choices":[{"index":0,"message":{"role":"assistant","content":""},"finish_reason":"stop"}]}`, breaks("", "empty")),
+		answered("200-whole-answer-without-choices", 200, `{"choices":[]}`, breaks("", "empty")),
+		answered("200-whole-answer-at-the-limit", 200, `{"choices":[{"index":0,"message":{"role":"assistant","content":"half"},"finish_reason":"length"}]}`, cutAt("half")),
+		hanging(answered("200-whole-answer-then-open-socket", 200, `{"choices":[{"index":0,"message":{"role":"assistant","content":"ok"},"finish_reason":"stop"}]}`, stops("ok"))),
 	}
 }
 
@@ -1079,7 +1108,7 @@ func TestResendIsIdenticalAndLeavesNothingBehind(t *testing.T) {
 	whole := delta(map[string]any{"content": "half of it"}, nil) + callOf(`{"command":"touch broken.txt"}`)
 	p := scripted(t, status(503, `{"error":"busy"}`), whole, cutOff(whole), stalled(whole), whole+sse(`{"error":{"code":500,"message":"gone"}}`),
 		delayed(429, `{"error":"slow"}`, "Retry-After-Ms", "7"), status(500, ""), bash("echo good > good.txt"), say("done"))
-	r := execRun(t, p.provider, append(resend("[1, 2, 3, 4, 5, 6, 8]"), "--set", "limits.liveness_ms=500")...).finish(0)
+	r := execRun(t, p.provider, append(resend("[1, 2, 3, 4, 5, 6, 8]"), "--set", "limits.liveness_ms=3000")...).finish(0) // long: a busy machine is no stall
 	bodies, _ := p.got()
 	if len(bodies) != 9 {
 		t.Fatalf("%d requests, want 9", len(bodies))
@@ -1131,7 +1160,11 @@ func TestServerThatFailsForeverIsTemporary(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			p := scripted(t, c.answer)
-			r := execRun(t, p.provider, append(resend("[1, 2]"), "--set", "limits.liveness_ms=300")...).finish(75)
+			args := resend("[1, 2]")
+			if c.category == "stall" {
+				args = append(args, "--set", "limits.liveness_ms=300")
+			}
+			r := execRun(t, p.provider, args...).finish(75)
 			bodies, _ := p.got()
 			if len(bodies) != 3 || bodies[0] != bodies[1] || bodies[1] != bodies[2] || len(r.events("retry")) != 2 {
 				t.Errorf("%d requests, retries %v", len(bodies), r.events("retry"))
@@ -1595,4 +1628,73 @@ func TestRecordingIsPrivateAndAppends(t *testing.T) {
 		t.Errorf("the recording holds a prompt or no two answers (%v): %s", err, b)
 	}
 	r.keyIsNowhere()
+}
+
+// noteMark is what stands in place of a result that was left out.
+const noteMark = "was left out to make room"
+
+// A server that counts: it takes no request above a size. Each turn adds 6,000
+// bytes, so the oldest results must make room again and again, each once, and
+// those of the newest two turns stay.
+func TestContextThatFillsUpMakesRoom(t *testing.T) {
+	for name, refusal := range map[string]string{
+		"llama-server": `{"error":{"code":400,"message":"request (9012 tokens) exceeds the available context size (8192 tokens), try increasing it","type":"exceed_context_size_error","n_prompt_tokens":9012,"n_ctx":8192}}`,
+		"vLLM":         `{"object":"error","message":"This model's maximum context length is 8192 tokens. However, your request has 9012 input tokens.","type":"BadRequestError","param":null,"code":400}`,
+		"OpenAI":       `{"error":{"message":"Your input is over the limit of this model.","type":"invalid_request_error","param":"messages","code":"context_length_exceeded"}}`,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			const turns, room = 7, 20_000
+			var refused, answered, base atomic.Int32
+			p := witnessed(t, func(n int, w http.ResponseWriter, r *http.Request, body map[string]any) {
+				size := int32(len(jsonOf(body)))
+				base.CompareAndSwap(0, size)
+				if size > base.Load()+room {
+					refused.Add(1)
+					status(400, refusal)(w, r)
+				} else if n := answered.Add(1); n > turns {
+					streamTo(w, say("done"))
+				} else {
+					streamTo(w, sse(callBit(fmt.Sprintf(`{"index":0,"id":"call_%d","function":{"name":"Bash","arguments":"{\"command\":\"head -c 6000 /dev/zero | tr '\\\\0' x\"}"}}`, n)), endBit("tool_calls"), "[DONE]"))
+				}
+			})
+			r := execRun(t, p.provider).finish(0)
+			notices, bodies := r.events("notice"), []string(nil)
+			if bodies, _ = p.got(); len(notices) != int(refused.Load()) || len(notices) != 4 || len(r.events("retry")) != 0 {
+				t.Fatalf("%d refused, %d requests, notices %v, retries %v", refused.Load(), len(bodies), notices, r.events("retry"))
+			}
+			for i, notice := range notices {
+				if words := notice["message"].(string); !strings.HasSuffix(words, fmt.Sprintf(": call_%d", i+1)) {
+					t.Errorf("notice %d says %q", i, words)
+				}
+			}
+			var last map[string]any
+			json.Unmarshal([]byte(bodies[len(bodies)-1]), &last)
+			for i, m := range messagesOf(last) {
+				if content, _ := m["content"].(string); m["role"] == "tool" && strings.Contains(content, noteMark) != (i/2 <= len(notices)) {
+					t.Errorf("message %d, after %d notices: %.60q", i, len(notices), content)
+				}
+			}
+			if fault := ill(last, "stream_options", "", false); fault != "" {
+				t.Error(fault)
+			}
+		})
+	}
+}
+
+func TestContextThatNeverFitsFails(t *testing.T) {
+	t.Parallel()
+	var answered, refused atomic.Int32
+	p := witnessed(t, func(n int, w http.ResponseWriter, r *http.Request, body map[string]any) {
+		if answered.Add(1) <= 5 {
+			streamTo(w, bash("echo one"))
+			return
+		}
+		refused.Add(1)
+		status(400, `{"error":{"message":"too many","code":"context_length_exceeded"}}`)(w, r)
+	})
+	r := execRun(t, p.provider, resend("[1, 2]")...).finish(1)
+	if e := r.one("error"); refused.Load() != 3 || e["error_category"] != "context_length" || len(r.events("notice")) != 2 || len(r.events("retry")) != 0 {
+		t.Errorf("%d refused, error %v, notices %v", refused.Load(), e, r.events("notice"))
+	}
 }

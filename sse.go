@@ -167,7 +167,7 @@ type client struct {
 // http.Client.Timeout and ResponseHeaderTimeout stay unset: local servers hold
 // the headers until the prompt is processed, and a long answer is no fault.
 func newClient(o clientOptions) *client {
-	c := &client{o, finishGrace, bareURL(o.url)}
+	c := &client{o, finishGrace, cmp.Or(bareURL(o.url), "(recording)")}
 	dial := (&net.Dialer{Timeout: connectTimeout}).DialContext
 	t := &http.Transport{Proxy: http.ProxyFromEnvironment, DialContext: dial, TLSHandshakeTimeout: connectTimeout, IdleConnTimeout: idleConnection, ForceAttemptHTTP2: true, DisableCompression: true}
 	if o.socket != "" { // a proxy would be asked for the host name that stands in for the socket
@@ -611,6 +611,7 @@ func (b *builder) choice(o object) bool {
 		return false
 	}
 	b.seen = true
+	b.emit(&b.said, b.sink.text, str(o.get("text"))) // the shape of plain completions
 	b.delta(parse(o.get("delta")))
 	if m := parse(o.get("message")); m != nil && b.said.Len()+b.thought.Len()+len(b.parts) == 0 { // else it repeats the deltas
 		b.delta(m)
@@ -646,6 +647,9 @@ func (b *builder) delta(o object) {
 		b.emit(&b.said, b.sink.text, str(part.get("text")))
 	}
 	calls := parse(o.get("tool_calls"))
+	if one := o.get("tool_calls"); len(one) > 0 && one[0] == '{' {
+		calls = object{{val: one}}
+	}
 	if old := o.get("function_call"); len(calls) == 0 && present(old) {
 		calls = object{{val: slices.Concat([]byte(`{"function":`), old, []byte("}"))}}
 	}
@@ -855,7 +859,7 @@ func classify(status int, inside bool, said string) (category string, retryable 
 		{"context_length", false, status == 413 || !slices.Contains([]int{401, 403, 404, 429}, status) && has(`context[_ ](length|size|window)|maximum context|(prompt|input) (is )?too long`)},
 		{"billing", false, status == 402 || !has(`resource_exhausted`) && has(`insufficient[_ ](quota|balance|credit|funds)|credit balance|billing_|payment required|exceeded your current quota`)}, // Gemini says RESOURCE_EXHAUSTED with its quota per minute
 		{"auth", false, status == 401 || status == 403 || vague && has(`invalid[_ ]api[_ ]key|authentication_error|unauthorized|permission_denied`)},
-		{"not_found", false, status == 404 || status == 405 || status/100 == 3 || has(`model_not_found`) || vague && has(`not_found_error`)},
+		{"not_found", false, status == 404 || status == 405 || status/100 == 3 || has(`model_not_found`) || vague && has(`not_found_error|unexpected endpoint`)},
 		{"rate_limit", true, status == 429 || vague && has(`rate[_ ]limit|too many (requests|tokens)|resource_exhausted`)},
 		{"bad_request", false, vague && has(`jinja|chat template|must alternate|server flag| --[a-z]`)}, // the model or the server's start is wrong: it will fail again
 		{"server", false, vague && has(`(failed to|unable to|could not|cannot be) load`)},
