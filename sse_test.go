@@ -13,6 +13,7 @@ import (
 	"fmt"
 	"io"
 	"log"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -417,8 +418,8 @@ func result(body string, step int, offered ...string) string {
 		if c.args == nil {
 			out.WriteString("!")
 		}
-		for key, val := range c.extra {
-			fmt.Fprintf(&out, "+%s=%s", key, val)
+		for _, key := range slices.Sorted(maps.Keys(c.extra)) {
+			fmt.Fprintf(&out, "+%s=%s", key, c.extra[key])
 		}
 	}
 	fmt.Fprintf(&out, " finish=%s", b.finish)
