@@ -912,7 +912,7 @@ func TestRetryAfterForms(t *testing.T) {
 
 func TestRefusalsOfEveryKind(t *testing.T) {
 	for _, c := range []struct {
-		status  int
+		status     int
 		body, want string
 	}{
 		{400, `{"error":{"message":"Unsupported parameter: 'max_tokens'","param":"max_tokens","code":"unsupported_parameter"}}`, "unsupported_param false"},
