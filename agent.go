@@ -1010,3 +1010,34 @@ func (x *execution) closing(e *ending, answer string, list []receipt) (b []byte)
 	b = append(b, encodeEvent("metadata", "meta", json.RawMessage(jsonObject(meta...)))...)
 	return append(b, encodeEvent("done")...)
 }
+
+// examples follow the usage text: one line for each command, with no other
+// command's name in it.
+const examples = "\nExamples:\n" + `  belay exec --auto --timeout 20m "make the tests pass"    # exit code 75: run it again
+  belay serve --config /etc/belay/config.toml              # examples/systemd has the units
+  belay turn --session fix --resume "now the second one"   # without --resume: a new session
+  belay status --json
+  belay sessions
+  belay cancel fix
+  belay shutdown --now
+  belay services stop shell_0a1b2c3d
+  belay probe --config llama.toml >> belay.toml            # llama.toml has infer.socket and infer.model
+  belay config --set limits.max_turns=20
+  belay demo --output-format stream-json
+  belay version
+  belay help | less
+`
+
+// helpOn gives what usage and examples say about a command, all for "".
+func helpOn(topic, usage string) (help string) {
+	section := ""
+	for line := range strings.Lines(usage + examples) {
+		if !strings.HasPrefix(line, "  ") {
+			section = line
+		}
+		if topic == "" || section == "Flags of "+topic+":\n" || strings.HasPrefix(line, "  belay ") && in(line, topic) {
+			help += line
+		}
+	}
+	return help
+}

@@ -71,7 +71,7 @@ type usageError struct{ msg string }
 
 func (e *usageError) Error() string { return e.msg }
 
-// helpRequest asks for the usage text of one of allCommands, "" = of the program.
+// helpRequest asks for the help on one of allCommands, "" = of the program.
 type helpRequest struct{ topic string }
 
 func (e *helpRequest) Error() string { return "help " + e.topic }

@@ -104,7 +104,7 @@ func run(args, env []string, stdin, stdout, stderr *os.File) int {
 	var help *helpRequest
 	switch {
 	case errors.As(err, &help):
-		io.WriteString(stdout, usageText)
+		io.WriteString(stdout, helpOn(help.topic, usageText))
 		return 0
 	case err != nil:
 		fmt.Fprintf(stderr, "%s: %v\n", program, err)
