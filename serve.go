@@ -443,7 +443,7 @@ func (d *daemon) loop(signals <-chan os.Signal) int {
 			drained = time.After(d.cfg.drain)
 			d.setPhase("draining", newWireError(codeDraining, "the daemon is about to stop"))
 			d.interrupt(1) // those that wait for the slot
-			// owner: loop; ends with the last turn; joined by idle
+			// owner: loop; ends when the last turn does; joined by idle
 			go func() { d.turns.Wait(); close(idle) }()
 		}
 		if stage = order; stage > 1 {
@@ -586,7 +586,7 @@ func (d *daemon) accept(ln *net.UnixListener) {
 		default:
 			d.peers[p] = true
 			d.conns.Add(1)
-			// owner: peer; ends with the connection, which write closes at its end; joined by conns
+			// owner: peer; ends when the connection does, which write closes at its end; joined by conns
 			go p.read()
 		}
 		d.mu.Unlock()
@@ -1104,7 +1104,7 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) int {
 			p.say("%s: session %s", cfg.program, r.Session)
 		}
 	}
-	// owner: runClient; ends when the connection does; it may be waiting to hand over a frame, which the process does not wait for
+	// owner: runClient; ends when the connection does; joined by frames, or by the exit while it hands over a frame
 	go func() {
 		defer close(frames)
 		for {
