@@ -289,3 +289,85 @@ func TestHelpOnEveryCommand(t *testing.T) {
 		}
 	}
 }
+
+// transcripts gives the console blocks of the documents: commands with what they print.
+func transcripts(t *testing.T) (blocks [][][2]string) {
+	t.Helper()
+	for _, m := range regexp.MustCompile("(?s)\n```console\n(.*?)```\n").FindAllStringSubmatch(document(t, "README.md")+document(t, "docs/transcripts.md"), -1) {
+		var block [][2]string
+		for line := range strings.Lines(m[1]) {
+			if command, ok := strings.CutPrefix(line, "$ "); ok {
+				block = append(block, [2]string{strings.TrimSpace(command), ""})
+			} else {
+				block[len(block)-1][1] += line
+			}
+		}
+		blocks = append(blocks, block)
+	}
+	return blocks
+}
+
+// steady takes out what differs from run to run.
+func steady(text string, places ...string) string {
+	text = strings.NewReplacer(places...).Replace(text)
+	for _, p := range [][2]string{{`shell_[0-9a-f]{8}`, "shell_0a1b2c3d"}, {`(pid"?:? ?)\d+`, "${1}4242"}, {`("process_group_id":)\d+`, "${1}4242"}, {`20\d\d-\d\d-\d\dT[\d:.]+Z`, "2026-01-02T03:04:05Z"},
+		{`\d+ ms`, "20 ms"}, {` +\d+ bytes`, " 1000 bytes"}, {`pid +\d+`, "pid 4242"}, {`version .*`, "version 0.1.0"}, {`(success in .{50}).*`, "$1…"}, {`has \d+ tokens`, "has 700 tokens"}} {
+		text = regexp.MustCompile(p[0]).ReplaceAllString(text, p[1])
+	}
+	return text
+}
+
+// The transcripts of the README are what happens: the demo with its service
+// started and stopped, a run and a daemon, each with a scripted server.
+func TestReadmeTranscripts(t *testing.T) {
+	t.Parallel()
+	blocks := transcripts(t)
+	if len(blocks) != 3 {
+		t.Fatalf("%d transcripts", len(blocks))
+	}
+	bin, home, workspace := t.TempDir(), shortHome(t), t.TempDir()
+	path, err := filepath.Abs(belayBinary(t))
+	needNil(t, err)
+	needNil(t, os.Symlink(path, filepath.Join(bin, "belay")))
+	needNil(t, os.WriteFile(filepath.Join(workspace, "go.mod"), []byte(document(t, "go.mod")), 0o644))
+	p := serve(t, bash("wc -l go.mod"), say("go.mod has 5 lines."))
+	llama := newFakeLlama(t)
+	llama.turn = func(n int, _ map[string]any) any {
+		return []any{say("flock(2) locks an open file."), say("fcntl(2) locks ranges of a file, for a process.")}[n]
+	}
+	needNil(t, os.WriteFile(filepath.Join(workspace, "belay.toml"), []byte(fmt.Sprintf("[infer]\nsocket = %q\nmodel = \"local\"\n[expect]\ntemplate_sha256 = %q\nn_ctx = 131072\nslots = 2\n", llama.path, templateSum(fakeTemplate))), 0o600))
+	shell := func(command string) *exec.Cmd {
+		c := exec.Command("sh", "-c", command)
+		c.Dir = workspace
+		c.Env = []string{"PATH=" + bin + ":" + os.Getenv("PATH"), "HOME=" + home, "TMPDIR=" + home, "BELAY_BASE_URL=" + p.URL, "BELAY_MODEL=m"}
+		return c
+	}
+	places := []string{home + "/.belay", "/home/you/.belay", workspace, "/work", home, "/tmp", llama.path, "/run/llama/llama.sock"}
+	task := ""
+	for i, block := range blocks {
+		for _, step := range block {
+			command := step[0]
+			if task != "" {
+				command = strings.ReplaceAll(command, "shell_0a1b2c3d", task)
+			}
+			if background, ok := strings.CutSuffix(command, " &"); ok {
+				c := shell("exec " + background)
+				needNil(t, c.Start())
+				waited := make(chan struct{})
+				go func() { c.Wait(); close(waited) }()
+				t.Cleanup(func() { c.Process.Kill(); <-waited })
+				until(t, command, deadline, func() bool { return shell("belay status").Run() == nil })
+				continue
+			}
+			out, _ := shell("{ " + command + "\n} 2>&1").CombinedOutput()
+			if m := regexp.MustCompile(`"task_id":"(\w+)","pid":(\d+)`).FindSubmatch(out); m != nil {
+				task = string(m[1])
+				pid, _ := strconv.Atoi(string(m[2]))
+				stopService(t, pid)
+			}
+			if got, want := steady(string(out), places...), steady(step[1]); got != want {
+				t.Errorf("transcript %d: $ %s\n%s\nthe document has\n%s", i+1, step[0], got, want)
+			}
+		}
+	}
+}
