@@ -25,10 +25,14 @@ import (
 // /proc, the reader of stdout, the next instant. Each fault has one right
 // outcome, and after each nothing is left.
 
-// soak is the number of rounds of a long test: BELAY_SOAK, or what CI can pay.
+// soak is the number of rounds of a long test: BELAY_SOAK, or what CI can pay,
+// a third of it in -short.
 func soak(rounds int) int {
 	if n, err := strconv.Atoi(os.Getenv("BELAY_SOAK")); err == nil {
 		return n
+	}
+	if testing.Short() {
+		return (rounds + 2) / 3
 	}
 	return rounds
 }
@@ -546,11 +550,12 @@ func TestManyCommands(t *testing.T) {
 		batch = append(batch, map[string]any{"command": "echo x"})
 	}
 	type sample struct{ fds, threads, rss, orphans int }
-	var samples []sample
-	var r *belayRun
+	var samples []sample         // of the handlers, which running orders
+	running := make(chan int, 1) // belay's pid, once it is known
 	look := func(next string) func(http.ResponseWriter, *http.Request) {
 		return func(w http.ResponseWriter, q *http.Request) {
-			pid := r.cmd.Process.Pid
+			pid := <-running
+			defer func() { running <- pid }()
 			fds, threads, rss := usageOf(pid)
 			samples = append(samples, sample{fds, threads, rss, len(below(processes(), pid, nobody))})
 			io.WriteString(w, next)
@@ -560,7 +565,8 @@ func TestManyCommands(t *testing.T) {
 	for range perReply {
 		replies = append(replies, look(calls("Bash", batch...)))
 	}
-	r = execRun(t, serve(t, append(replies, look(say("done")))...)).start()
+	r := execRun(t, serve(t, append(replies, look(say("done")))...)).start()
+	running <- r.cmd.Process.Pid
 	select {
 	case <-r.waited:
 	case <-time.After(deadline * time.Duration(1+total/2500)): // a minute for CI's number, five for 10,000
@@ -571,6 +577,7 @@ func TestManyCommands(t *testing.T) {
 	if n := len(r.events("tool_result")); n != total {
 		t.Errorf("%d results, want %d", n, total)
 	}
+	<-running
 	early, last := samples[perReply/5], samples[len(samples)-1]
 	t.Logf("%d commands: after a fifth %+v, at the end %+v", total, early, last)
 	// Threads come and go with the runtime; a result in the history takes less than 2 KiB.
