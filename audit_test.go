@@ -31,6 +31,13 @@ func fileBudgets() map[string]int {
 		"sse.go": 780, "procs.go": 880, "agent.go": 640, "serve.go": 550}
 }
 
+// presentLines gives the code lines of the files that are over their budget
+// today. They may only shrink: a number here goes down with its file, and the
+// entry goes when the file fits.
+func presentLines() map[string]int {
+	return map[string]int{}
+}
+
 const (
 	codeBudget    = 4000
 	allBudget     = 5400 // lines with comments
@@ -122,11 +129,15 @@ func TestBudgetsOfLines(t *testing.T) {
 		}
 		code, all = code+lines, all+whole
 		t.Logf("%-10s %4d code lines of %4d, %4d in all, comments on %d %%", name, lines, budgets[name], whole, commented*100/whole)
-		if most, ok := budgets[name]; !ok || lines > most {
+		most, ok := budgets[name]
+		if now := presentLines()[name]; now > 0 && (lines != now || now <= most) {
+			t.Errorf("%s: %d code lines, presentLines says %d, budget %d", name, lines, now, most)
+		} else if !ok || now == 0 && lines > most {
 			t.Errorf("%s: %d code lines, budget %d", name, lines, most)
 		}
 	})
-	if code > codeBudget || all > allBudget {
+	t.Logf("%d code lines of %d, %d lines of %d", code, codeBudget, all, allBudget)
+	if len(presentLines()) == 0 && (code > codeBudget || all > allBudget) {
 		t.Errorf("%d code lines of %d, %d lines of %d", code, codeBudget, all, allBudget)
 	}
 }
