@@ -31,6 +31,7 @@ import (
 // processes through procs.go only.
 
 const (
+	sameSignal    = time.Second     // a further signal within this time counts as the first, in main and in serve
 	atomicWrite   = 4096            // PIPE_BUF: a write of at most this many bytes is whole or not at all, pipe(7)
 	lastLines     = time.Second     // for the last lines of a run that did not complete
 	releaseBound  = 5 * time.Second // of a release up to its receipts

@@ -22,12 +22,14 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	_ "embed"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"net/http"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -39,11 +41,8 @@ import (
 	"time"
 )
 
-const (
-	sameSignal  = time.Second // a further signal within this time counts as the first
-	killWait    = time.Second // after a second signal
-	memoryLimit = 32 << 20    // bytes, soft: set here and not by environment, which commands would inherit
-)
+// The wait after a second signal; bytes, soft: set here and not by environment, which commands would inherit.
+const killWait, memoryLimit = time.Second, 32 << 20
 
 const usageText = `belay: a headless coding agent that never leaks a process
 
@@ -91,120 +90,114 @@ func main() {
 	os.Exit(run(os.Args, os.Environ(), os.Stdin, os.Stdout, os.Stderr))
 }
 
-// run is the program: it gives the exit code.
+// run is the program: it gives the exit code. An error is said here and nowhere else.
 func run(args, env []string, stdin, stdout, stderr *os.File) int {
 	debug.SetMemoryLimit(memoryLimit)
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE) // nobody reads it: EPIPE is then an error like another
-	program := filepath.Base(args[0])
+	code := 2
 	cwd, err := os.Getwd()
-	var cfg *config
 	if err == nil {
-		cfg, err = loadConfig(args, env, cwd)
+		var cfg *config
+		if cfg, err = loadConfig(args, env, cwd); err == nil {
+			code, err = command(cfg, stdin, stdout, stderr)
+		}
 	}
-	var help *helpRequest
-	switch {
-	case errors.As(err, &help):
+	if help, asked := errors.AsType[*helpRequest](err); asked {
 		io.WriteString(stdout, helpOn(help.topic, usageText))
 		return 0
-	case err != nil:
-		fmt.Fprintf(stderr, "%s: %v\n", program, err)
-		return 2
+	}
+	if err != nil {
+		fmt.Fprintf(stderr, "%s: %v\n", filepath.Base(args[0]), err)
+	}
+	return code
+}
+
+// command does what the command line asks for.
+func command(cfg *config, stdin, stdout, stderr *os.File) (code int, err error) {
+	// Before signals are armed: whoever waits here for a prompt on stdin ends by a signal as any program does.
+	transport, record, err := source(cfg, stdin, demoRecording)
+	if err != nil {
+		return 2, err
 	}
 	switch cfg.command {
 	case "version":
-		fmt.Fprintf(stdout, "%s %s %s %s/%s\n", program, version(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
+		fmt.Fprintf(stdout, "%s %s %s %s/%s\n", cfg.program, version(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
 	case "config":
 		for _, s := range cfg.values {
 			fmt.Fprintf(stdout, "%-28s %-40s %s\n", s.key, s.value, s.origin)
 		}
 	case "services":
-		return services(cfg, stdout, stderr)
+		return services(cfg, stdout)
 	case "exec":
-		return guarded(cfg, stdin, stdout, stderr)
+		return guarded(cfg, transport, record, stdout, stderr)
 	case "demo":
-		return demo(*cfg, stdin, stdout, stderr)
+		return demo(*cfg, transport, record, stdout, stderr)
 	case "serve":
-		return runServe(cfg, stderr)
+		return runServe(cfg, stderr), nil
 	case "probe":
-		return runProbe(cfg, stdout, stderr)
+		return runProbe(cfg, stdout, stderr), nil
 	case "turn", "status", "sessions", "cancel", "shutdown":
-		if _, _, err = source(cfg, stdin, nil); err != nil {
-			fmt.Fprintf(stderr, "%s: %v\n", program, err)
-			return 2
-		}
-		return runClient(cfg, stdout, stderr)
+		return runClient(cfg, stdout, stderr), nil
 	}
-	return 0
+	return 0, nil
 }
 
 // demo runs the recording in a workspace of its own, which stays for the
 // service that the recorded model starts.
-func demo(cfg config, stdin, stdout, stderr *os.File) int {
-	dir, err := os.MkdirTemp("", "belay-demo-")
-	if err != nil {
-		fmt.Fprintf(stderr, "%s: cannot make a workspace for the demo: %v\n", cfg.program, err)
-		return 1
+func demo(cfg config, transport http.RoundTripper, record io.Writer, stdout, stderr *os.File) (code int, err error) {
+	if cfg.workspace, err = os.MkdirTemp("", "belay-demo-"); err != nil {
+		return 1, fmt.Errorf("cannot make a workspace for the demo: %w", err)
 	}
-	cfg.workspace, cfg.prompt = dir, "Start the service and check that it is ready."
-	code := guarded(&cfg, stdin, stdout, stderr)
-	if code == 0 {
+	cfg.prompt = "Start the service and check that it is ready."
+	if code, err = guarded(&cfg, transport, record, stdout, stderr); code == 0 {
 		fmt.Fprintf(stderr, "%[1]s: see what was released with: %[1]s services; end it with: %[1]s services stop TASK\n", cfg.program)
 	}
-	return code
+	return code, err
 }
 
 // guarded runs exec with signals armed before anything is started.
-func guarded(cfg *config, stdin, stdout, stderr *os.File) int {
-	// Before signals are armed: whoever waits here for a prompt on stdin ends by a signal as any program does.
-	transport, record, err := source(cfg, stdin, demoRecording)
-	if err != nil {
-		fmt.Fprintf(stderr, "%s: %v\n", cfg.program, err)
-		return 2
-	}
+func guarded(cfg *config, transport http.RoundTripper, record io.Writer, stdout, stderr *os.File) (code int, err error) {
 	var interrupts []interrupt
+	var caught []os.Signal
 	ctx := context.Background()
 	for _, sig := range []syscall.Signal{syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM} {
-		if signal.Ignored(sig) {
-			continue // nohup: what was ignored at the start stays ignored
+		if !signal.Ignored(sig) { // nohup: what was ignored at the start stays ignored
+			// Never disarmed: between the receipts and the exit a signal would kill belay, as if the run had failed.
+			next, _ := signal.NotifyContext(ctx, sig)
+			ctx, interrupts, caught = next, append(interrupts, interrupt{next, sig}), append(caught, sig)
 		}
-		// Never disarmed: between the receipts and the exit a signal would kill belay, as if the run had failed.
-		next, _ := signal.NotifyContext(ctx, sig)
-		ctx, interrupts = next, append(interrupts, interrupt{next, sig})
 	}
 	h, err := newHost()
 	if err != nil {
-		fmt.Fprintf(stderr, "%s: %v\n", cfg.program, err)
-		return 1
+		return 1, err
 	}
-	code, done := 0, make(chan int, 1)
+	done := make(chan int, 1)
 	// owner: guarded; ends when the run has passed its teardown; joined by done, but for a second signal
 	go func() { done <- runExec(ctx, cfg, h, interrupts, transport, record, stdout, stderr) }()
-	first, second := ctx.Done(), make(chan os.Signal, 1)
-	var arm, leave <-chan time.Time
+	second := make(chan os.Signal, 1)
+	// After the first signal, and so only if one is caught: a second set beside the first, which stays.
+	context.AfterFunc(ctx, func() { time.AfterFunc(sameSignal, func() { signal.Notify(second, caught...) }) })
+	var leave <-chan time.Time
 	for {
 		select {
 		case code := <-done:
-			return code
-		case <-first:
-			first, arm = nil, time.After(sameSignal)
-		case <-arm: // a second set beside the first, which stays
-			for _, i := range interrupts {
-				signal.Notify(second, i.sig)
-			}
+			return code, nil
 		case sig := <-second:
 			h.killAll()
 			code, leave = 128+int(sig.(syscall.Signal)), time.After(killWait)
 		case <-leave:
-			return code
+			return code, nil
 		}
 	}
 }
 
 // services lists what earlier runs released, or stops one of them: 0 when it
 // is gone, 1 when its pid belongs to somebody else or it cannot be ended.
-func services(cfg *config, stdout, stderr io.Writer) int {
+func services(cfg *config, stdout io.Writer) (code int, err error) {
 	list, err := receipts(cfg.home)
-	found := ""
+	if err != nil {
+		return 1, err
+	}
 	for _, r := range list {
 		state := r.state()
 		switch {
@@ -216,28 +209,23 @@ func services(cfg *config, stdout, stderr io.Writer) int {
 		case len(cfg.args) == 0:
 			fmt.Fprintf(stdout, "%s  %-10s  pid %d  %s  %s\n", r.TaskID, state, r.PID, r.At, oneLine(r.Command))
 		case r.TaskID != cfg.args[1]:
-		case state == "running":
-			found = "ended"
-			if left := leftOver(r.stop()); left != "" {
-				err = errors.New(r.TaskID + left)
-			}
 		case state == "gone":
-			found = "gone already"
+			fmt.Fprintf(stdout, "%s: gone already\n", r.TaskID)
+			return 0, nil
+		case state != "running":
+			return 1, fmt.Errorf("%s is not touched, its state is %q", r.TaskID, state)
 		default:
-			err = fmt.Errorf("%s is not touched, its state is %q", r.TaskID, state)
+			if left := r.stop(); left != "" {
+				return 1, errors.New(r.TaskID + leftOver(left))
+			}
+			fmt.Fprintf(stdout, "%s: ended\n", r.TaskID)
+			return 0, nil
 		}
 	}
-	if len(cfg.args) > 0 && found == "" && err == nil {
-		err = fmt.Errorf("no released service %q; belay services lists them", cfg.args[1])
+	if len(cfg.args) > 0 {
+		return 1, fmt.Errorf("no released service %q; belay services lists them", cfg.args[1])
 	}
-	if err != nil {
-		fmt.Fprintf(stderr, "%s: %v\n", cfg.program, err)
-		return 1
-	}
-	if found != "" {
-		fmt.Fprintf(stdout, "%s: %s\n", cfg.args[1], found)
-	}
-	return 0
+	return 0, nil
 }
 
 // receipts reads the list of a home, without the withdrawn ones. A torn line
@@ -249,29 +237,16 @@ func receipts(home string) (all []receipt, err error) {
 	}
 	for line := range strings.Lines(string(b)) {
 		var r receipt
-		if json.Unmarshal([]byte(line), &r) != nil {
-			continue
-		}
-		all = slices.DeleteFunc(all, func(o receipt) bool { return o.TaskID == r.TaskID })
-		if !r.Withdrawn {
-			all = append(all, r)
+		if json.Unmarshal([]byte(line), &r) == nil {
+			all = append(slices.DeleteFunc(all, func(o receipt) bool { return o.TaskID == r.TaskID }), r)
 		}
 	}
-	return all, nil
+	return slices.DeleteFunc(all, func(r receipt) bool { return r.Withdrawn }), nil
 }
 
-// state says what became of a service: running, gone, pid reused or unknown.
+// state says what became of a service: of these the first that is true.
 func (r receipt) state() string {
 	p, ok := readProc(r.PID)
-	switch {
-	case r.BootID != bootID():
-		return "gone"
-	case r.PIDNS != pidNS():
-		return "unknown"
-	case ok && p.start != r.StartTime:
-		return "pid reused"
-	case !ok || p.dead():
-		return "gone"
-	}
-	return "running"
+	return cmp.Or(keep("gone", r.BootID != bootID()), keep("unknown", r.PIDNS != pidNS()), keep("pid reused", ok && p.start != r.StartTime),
+		keep("gone", !ok || p.dead()), "running")
 }
