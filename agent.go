@@ -20,6 +20,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 	"unicode"
@@ -31,20 +32,13 @@ import (
 // processes through procs.go only.
 
 const (
-	sameSignal    = time.Second     // a further signal within this time counts as the first, in main and in serve
-	atomicWrite   = 4096            // PIPE_BUF: a write of at most this many bytes is whole or not at all, pipe(7)
-	lastLines     = time.Second     // for the last lines of a run that did not complete
-	releaseBound  = 5 * time.Second // of a release up to its receipts
-	superviseTick = 500 * time.Millisecond
-	progressTick  = 60 * time.Second // text format: a sign of life while a tool runs
-	agentsMax     = 32 << 10         // bytes of AGENTS.md
-	maxPending    = 8                // persistent services of a run
-	maxLengths    = 3                // replies in a row that were cut at the output limit
-	maxShortened  = 2                // times that the history of one call is shortened
-	minTimeout    = 1000             // ms, of a command
-	maxTimeout    = 600_000          // ms
-	waitTimeout   = 30_000           // ms, of the action wait
-	lineWidth     = 78               // characters of a progress line
+	sameSignal                          = time.Second                              // a further signal within this time counts as the first, in main and in serve
+	atomicWrite                         = 4096                                     // PIPE_BUF: a write of at most this many bytes is whole or not at all, pipe(7)
+	lastLines, releaseBound             = time.Second, 5 * time.Second             // for the last lines of a run that did not complete; of a release up to its receipts
+	superviseTick, progressTick         = 500 * time.Millisecond, 60 * time.Second // progressTick: text format, a sign of life while a tool runs
+	agentsMax, lineWidth                = 32 << 10, 78                             // bytes of AGENTS.md; characters of a progress line
+	maxPending, maxLengths              = 8, 3                                     // persistent services; replies in a row that were cut at the output limit
+	minTimeout, maxTimeout, waitTimeout = 1000, 600_000, 30_000                    // ms: of a command; of the action wait
 )
 
 // ending is how a run that did not complete ended: its exit code, and the
@@ -65,7 +59,7 @@ func failed(category, format string, args ...any) *ending {
 // endingOf is the one place that maps the outcome of a run to an exit code.
 func endingOf(err error) *ending {
 	var e *ending
-	var api *apiError
+	api := &apiError{category: "internal"}
 	switch {
 	case err == nil:
 		return &ending{status: "completed"}
@@ -73,10 +67,8 @@ func endingOf(err error) *ending {
 		return &ending{e.code, e.status, e.category, err.Error()}
 	case errors.As(err, &api) && api.retryable:
 		return &ending{75, "failed", api.category, err.Error()}
-	case errors.As(err, &api):
-		return failed(api.category, "%v", err)
 	}
-	return failed("internal", "%v", err)
+	return failed(api.category, "%v", err)
 }
 
 // interrupt is one of the nested signal contexts.
@@ -96,84 +88,63 @@ func encodeEvent(kind string, pairs ...any) []byte {
 // null: what is not known is absent, never zero.
 func jsonObject(pairs ...any) []byte {
 	b := []byte{'{'}
-	for i := 0; i < len(pairs); i += 2 {
-		if v := jsonOf(pairs[i+1]); string(v) != "null" {
-			b = append(append(append(append(b, jsonOf(pairs[i])...), ':'), v...), ',')
+	for pair := range slices.Chunk(pairs, 2) {
+		if v := jsonOf(pair[1]); string(v) != "null" {
+			b = append(append(append(append(b, jsonOf(pair[0])...), ':'), v...), ',')
 		}
 	}
 	return append(bytes.TrimSuffix(b, []byte{','}), '}')
 }
 
-// jsonOf is JSON without the escapes for web pages. All that belay encodes can
-// be; what could not would be left out as null.
+// jsonOf is JSON without the escapes for web pages. All that belay encodes can be.
 func jsonOf(v any) []byte {
 	var b bytes.Buffer
 	e := json.NewEncoder(&b)
 	e.SetEscapeHTML(false)
-	if e.Encode(v) != nil {
-		return []byte("null")
-	}
+	_ = e.Encode(v)
 	return bytes.TrimSpace(b.Bytes())
 }
 
-// some is nil, hence absent in an event, for the zero value.
-func some[T comparable](v T) *T {
-	if v == *new(T) {
-		return nil
-	}
-	return &v
-}
+// some is nil, hence absent in an event, for an empty text and for false.
+func some(v any) any { return map[bool]any{true: v}[v != "" && v != false] }
 
 // printer writes events in one of the three formats. One goroutine writes to
 // stdout, so that a reader that stands still never stops the run itself.
 type printer struct {
 	// set once
-	format, program string
-	stdout, stderr  *os.File
-	queue           chan printed
-	fail            context.CancelCauseFunc
+	format         string
+	stdout, stderr *os.File
+	queue          chan func() // writes, for the one goroutine that does them
+	fail           context.CancelCauseFunc
 
-	mu              sync.Mutex        // and stderr
-	tools, services []json.RawMessage // guarded by mu
-	running         string            // guarded by mu: the tool call under way
-	since           time.Time         // guarded by mu: of its start or its last sign of life
-}
+	mu      sync.Mutex             // over stderr
+	running atomic.Pointer[string] // the tool call under way
 
-// printed is one write; ack gets its error.
-type printed struct {
-	b   []byte
-	ack chan error
-}
-
-// writeLoop is the only writer of stdout until queue is closed.
-func (p *printer) writeLoop() {
-	var failed error
-	for w := range p.queue {
-		if failed == nil {
-			if _, failed = p.stdout.Write(w.b); errors.Is(failed, syscall.EPIPE) {
-				failed = errReaderLeft
-			}
-			if failed != nil {
-				p.fail(failed)
-			}
-		}
-		w.ack <- failed
-	}
+	tools, services []json.RawMessage // owned by the goroutine of the run
 }
 
 // write returns when b is written, or with ctx.
 func (p *printer) write(ctx context.Context, b []byte) error {
-	w := printed{b, make(chan error, 1)}
-	select {
-	case p.queue <- w:
+	ack := make(chan error, 1)
+	do := func() {
+		_, err := p.stdout.Write(b)
+		if errors.Is(err, syscall.EPIPE) {
+			err = errReaderLeft
+		}
+		if err != nil {
+			p.fail(err)
+		}
+		ack <- err
+	}
+	for queue := p.queue; ; queue = nil { // nil: it is handed over, what is left to wait for is its end
 		select {
-		case err := <-w.ack:
+		case queue <- do:
+		case err := <-ack:
 			return err
 		case <-ctx.Done():
+			return context.Cause(ctx)
 		}
-	case <-ctx.Done():
 	}
-	return context.Cause(ctx)
 }
 
 // say prints for people, and so that neither a terminal nor a CI runner obeys
@@ -207,52 +178,32 @@ func (p *printer) emit(ctx context.Context, kind string, pairs ...any) {
 		return
 	}
 	fields := map[string]any{}
-	for i := 0; i < len(pairs); i += 2 {
-		fields[pairs[i].(string)] = pairs[i+1]
+	for pair := range slices.Chunk(pairs, 2) {
+		fields[pair[0].(string)] = pair[1]
 	}
-	p.mu.Lock()
 	line := ""
 	switch whole := json.RawMessage(jsonObject(pairs...)); kind {
 	case "tool_use":
-		p.running, p.since = fmt.Sprintf("%s %s", fields["name"], jsonOf(fields["input"])), time.Now()
+		p.running.Store(new(fmt.Sprintf("%s %s", fields["name"], jsonOf(fields["input"]))))
 	case "tool_result":
 		p.tools = append(p.tools, whole)
-		line, p.running = oneLine(fmt.Sprintf("  %s in %d ms: %s", fields["status"], fields["duration_ms"], p.running)), ""
-		if fields["status"] == "error" {
-			line += "\n" + oneLine(fields["output"].(string))
-		}
+		line = oneLine(fmt.Sprintf("  %s in %d ms: %s", fields["status"], fields["duration_ms"], *p.running.Swap(nil)))
+		line += keep("\n"+oneLine(fields["output"].(string)), fields["status"] == "error")
 	case "service_released", "service_stopped":
 		p.services = append(p.services, whole)
 		line = fmt.Sprintf("  %s %s", kind, whole)
 	case "retry", "notice":
-		line = fmt.Sprintf("  %s: %v%v", kind, cmp.Or(fields["message"], any("")), cmp.Or(fields["error"], any("")))
+		line = fmt.Sprintf("  %s: %v", kind, cmp.Or(fields["message"], fields["error"]))
 	}
-	p.mu.Unlock()
 	if p.format == "text" && line != "" {
 		p.say("%s", line)
 	}
 }
 
-// alive shows each progressTick that a tool call still runs.
-func (p *printer) alive(now time.Time) {
-	p.mu.Lock()
-	running := p.running
-	if running == "" || p.format != "text" || now.Sub(p.since) < progressTick {
-		running = ""
-	} else {
-		p.since = now
-	}
-	p.mu.Unlock()
-	if running != "" {
-		p.say("%s", oneLine("  still running "+running))
-	}
-}
-
 func oneLine(s string) string {
-	if r := []rune(strings.ReplaceAll(s, "\n", " ")); len(r) > lineWidth {
-		return string(r[:lineWidth-1]) + "…"
-	}
-	return strings.ReplaceAll(s, "\n", " ")
+	s = strings.ReplaceAll(s, "\n", " ")
+	short := fmt.Sprintf("%.*s", lineWidth, s)
+	return short + keep("…", short != s)
 }
 
 // The tools, in full JSON Schema.
@@ -335,20 +286,19 @@ func refused(format string, args ...any) toolResult {
 	return toolResult{text: fmt.Sprintf(format, args...), category: "invalid_input"}
 }
 
+func broken(err error) toolResult { return toolResult{text: err.Error(), category: "execution_failed"} }
+
 // agent is one conversation with a model.
 type agent struct {
 	// set once
+	cfg        *config
 	client     *client
 	jobs       *jobs // nil: no tools are offered
 	extra      map[string]any
 	emit       func(kind string, pairs ...any)
-	journal    func(kind string, message json.RawMessage) error // of serve: nothing goes on before it has returned
-	workspace  string
+	journal    func(kind string, message json.RawMessage) error // nothing goes on before it has returned
 	noNetwork  bool
-	maxTurns   int
-	maxTokens  int64
-	timeout    time.Duration // default of a foreground command
-	noServices string        // why persist is refused here, "" if it is not
+	noServices string // why persist is refused here, "" if it is not
 
 	// owned by the goroutine of run
 	history          []message
@@ -360,9 +310,8 @@ type agent struct {
 // message is one of the history: what is sent, byte for byte.
 type message struct {
 	raw    json.RawMessage
-	callID string // of a tool's result
+	callID string // of a tool's result that is whole
 	turn   int
-	short  bool
 }
 
 // newAgent makes the conversation of a configuration, for exec and serve.
@@ -371,41 +320,34 @@ func newAgent(cfg *config, t *jobs, transport http.RoundTripper, record io.Write
 		client: newClient(clientOptions{url: cfg.url, socket: cfg.socket, header: cfg.keyHeader, key: cfg.key.reveal(), keyNote: cfg.keyNote,
 			model: cfg.model, maxTokens: cfg.maxTokens, temperature: cfg.temperature, topP: cfg.topP, seed: cfg.seed, reasoningEffort: cfg.reasoningEffort,
 			liveness: cfg.liveness, backoff: cfg.backoff, version: version(), transport: transport, record: record, trace: trace}),
-		jobs: t, workspace: cfg.workspace, noNetwork: t != nil && t.confine != nil && !cfg.network,
-		maxTurns: cfg.maxTurns, maxTokens: cfg.maxTotalTokens, timeout: cfg.commandTimeout,
-		learned: learned{dropped: map[string]bool{}, ids: map[string]bool{}},
+		cfg: cfg, jobs: t, noNetwork: t != nil && t.confine != nil && !cfg.network, learned: learned{dropped: map[string]bool{}, ids: map[string]bool{}},
+		journal: func(string, json.RawMessage) error { return nil }, // but for serve
 	}
 }
 
 func (a *agent) add(kind string, m message) error {
 	m.turn = a.turns
 	a.history = append(a.history, m)
-	if a.journal == nil {
-		return nil
-	}
 	return a.journal(kind, m.raw)
 }
 
 // run is the turn loop: ask, run the calls of a reply that ended properly,
 // append their results, until a reply has none. It gives the answer.
 func (a *agent) run(ctx context.Context) (answer string, err error) {
-	for lengths := 0; err == nil; {
-		switch {
-		case a.turns >= a.maxTurns:
-			return "", failed("budget_exhausted", "%d model calls (--max-turns) are spent and the model wants more", a.maxTurns)
-		case a.maxTokens > 0 && value(a.total[0])+value(a.total[1]) >= a.maxTokens:
-			return "", failed("budget_exhausted", "the %d tokens of limits.max_total_tokens are spent and the model wants more", a.maxTokens)
+	for lengths := 0; ; {
+		switch most := a.cfg.maxTotalTokens; {
+		case a.turns >= a.cfg.maxTurns:
+			return "", failed("budget_exhausted", "%d model calls (--max-turns) are spent and the model wants more", a.turns)
+		case most > 0 && value(a.total[0])+value(a.total[1]) >= most:
+			return "", failed("budget_exhausted", "the %d tokens of limits.max_total_tokens are spent and the model wants more", most)
 		}
 		a.turns++
-		var r *reply
-		if r, err = a.ask(ctx); err != nil {
-			break
-		}
+		r, err := a.ask(ctx)
 		switch lengths++; {
-		case r.finish == "content_filter":
-			return "", failed("content_filter", "the provider's content filter cut the answer")
-		case r.finish != "length" && r.finish != "stop" && r.finish != "tool_calls":
-			return "", failed("malformed", "the provider ended the answer with %q, so it may be incomplete", r.finish)
+		case err != nil:
+			return "", err
+		case !in("length stop tool_calls", r.finish):
+			return "", failed(cmp.Or(keep(r.finish, r.finish == "content_filter"), "malformed"), "the provider ended the answer with %q, so it may be incomplete", r.finish)
 		case r.finish != "length":
 			lengths = 0
 		case lengths == maxLengths:
@@ -419,17 +361,17 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 				err = a.call(ctx, c)
 			}
 		}
-		if err == nil && r.finish == "length" {
+		if err == nil && lengths > 0 {
 			err = a.add("user", message{raw: userMessage("Your last reply was cut at the output limit. Continue where it ended.")})
-		} else if err == nil && len(r.calls) == 0 {
-			return answer, nil
+		}
+		if err != nil || lengths == 0 && len(r.calls) == 0 {
+			return keep(answer, err == nil), err
 		}
 	}
-	return "", err
 }
 
 // ask makes one model call. A history that is too long for the server is
-// shortened, maxShortened times at most.
+// shortened as far as it may be, which no second time does.
 func (a *agent) ask(ctx context.Context) (*reply, error) {
 	request := &request{extra: a.extra, learned: &a.learned}
 	if a.jobs != nil {
@@ -443,32 +385,27 @@ func (a *agent) ask(ctx context.Context) (*reply, error) {
 		},
 		progress: func(processed, total int64) { a.emit("progress", "processed", processed, "total", total) },
 	}
-	for shortened := 0; ; shortened++ {
+	for {
 		request.messages = nil
 		for _, m := range a.history {
 			request.messages = append(request.messages, m.raw)
 		}
 		began := time.Now()
 		r, err := a.client.complete(ctx, request, events)
-		var api *apiError
+		api, refused := errors.AsType[*apiError](err)
 		switch {
 		case ctx.Err() != nil:
 			return nil, context.Cause(ctx)
 		case err == nil:
 			a.account(r.usage, time.Since(began))
 			return r, nil
-		case !errors.As(err, &api) || api.category != "context_length" || shortened == maxShortened || !a.shorten(shortened+1 == maxShortened):
+		case !refused || api.category != "context_length" || !a.shorten():
 			return nil, err
 		}
 	}
 }
 
-func value(n *int64) int64 {
-	if n == nil {
-		return 0
-	}
-	return *n
-}
+func value(n *int64) int64 { return *cmp.Or(n, new(int64)) }
 
 // account adds up what a call reported.
 func (a *agent) account(u *usage, took time.Duration) {
@@ -477,54 +414,40 @@ func (a *agent) account(u *usage, took time.Duration) {
 	}
 	for i, n := range []*int64{u.input, u.output, u.cached, u.reasoning} {
 		if n != nil {
-			sum := value(a.total[i]) + *n
-			a.total[i] = &sum
+			a.total[i] = new(value(a.total[i]) + *n)
 		}
 	}
 	a.emit("turn_usage", "turn", a.turns, "input_tokens", u.input, "output_tokens", u.output, "cached_tokens", u.cached, "reasoning_tokens", u.reasoning, "duration_ms", took.Milliseconds())
 }
 
-// shorten replaces the older half of the tool results, or all, by a note of
-// their size; those of the newest two turns stay. False: nothing to shorten.
-func (a *agent) shorten(all bool) bool {
-	var old []*message
+// shorten replaces all tool results but those of the newest two turns by a note
+// of their size. False: nothing to shorten.
+func (a *agent) shorten() bool {
+	names := ""
 	for i := range a.history {
-		if m := &a.history[i]; m.callID != "" && !m.short && m.turn < a.turns-2 {
-			old = append(old, m)
+		if m := &a.history[i]; m.callID != "" && m.turn < a.turns-2 {
+			names += " " + m.callID
+			m.raw, m.callID = toolMessage(m.callID, fmt.Sprintf("[this result of %d bytes was left out to make room]", len(m.raw))), ""
 		}
 	}
-	if !all {
-		old = old[:(len(old)+1)/2]
+	if names != "" {
+		a.emit("notice", "message", "the context is too long for the server; results left out:"+names)
 	}
-	names := "the context is too long for the server; results left out:"
-	for _, m := range old {
-		names += " " + m.callID
-		m.raw, m.short = toolMessage(m.callID, fmt.Sprintf("[this result of %d bytes was left out to make room]", len(m.raw))), true
-	}
-	if len(old) > 0 {
-		a.emit("notice", "message", names)
-	}
-	return len(old) > 0
+	return names != ""
 }
 
 // call runs one call of a complete reply and appends its result.
 func (a *agent) call(ctx context.Context, c call) error {
 	began := time.Now()
-	var input any = c.args
-	if c.args == nil {
-		input = c.raw
-	}
 	a.toolCalls++
-	a.emit("tool_use", "id", c.id, "name", c.name, "input", input, "started_at", began.UTC().Format(time.RFC3339Nano))
-	if a.journal != nil {
-		if err := a.journal("tool_start", jsonOf(map[string]string{"id": c.id, "name": c.name})); err != nil {
-			return err
-		}
+	a.emit("tool_use", "id", c.id, "name", c.name, "input", json.RawMessage(cmp.Or(string(c.args), string(jsonOf(c.raw)))), "started_at", began.UTC())
+	if err := a.journal("tool_start", jsonOf(map[string]string{"id": c.id, "name": c.name})); err != nil {
+		return err
 	}
 	r, now := a.dispatch(ctx, c), time.Now()
-	a.emit("tool_result", "id", c.id, "name", c.name, "output", r.text, "status", map[bool]string{true: "success", false: "error"}[r.category == ""],
+	a.emit("tool_result", "id", c.id, "name", c.name, "output", r.text, "status", cmp.Or(keep("success", r.category == ""), "error"),
 		"exit_code", r.exit, "error_category", some(r.category), "truncated", some(r.truncated), "output_path", some(r.path),
-		"started_at", began.UTC().Format(time.RFC3339Nano), "completed_at", now.UTC().Format(time.RFC3339Nano), "duration_ms", now.Sub(began).Milliseconds())
+		"started_at", began.UTC(), "completed_at", now.UTC(), "duration_ms", now.Sub(began).Milliseconds())
 	return cmp.Or(a.add("tool_result", message{raw: toolMessage(c.id, r.text), callID: c.id}), context.Cause(ctx))
 }
 
@@ -535,10 +458,8 @@ func (a *agent) dispatch(ctx context.Context, c call) (r toolResult) {
 		return refused("there is no tool %q; the tools are %s", c.name, strings.Join(slices.Sorted(maps.Keys(toolNames())), ", "))
 	}
 	unknown, err := args.check(c.name, c.args)
-	for _, p := range []*string{&args.Path, &args.Cwd} { // none is the workspace
-		if !filepath.IsAbs(*p) {
-			*p = filepath.Join(a.workspace, *p)
-		}
+	if args.Path = cmp.Or(args.Path, args.Cwd); !filepath.IsAbs(args.Path) { // no tool takes both; none is the workspace
+		args.Path = filepath.Join(a.cfg.workspace, args.Path)
 	}
 	switch {
 	case err != nil:
@@ -559,80 +480,74 @@ func (a *agent) dispatch(ctx context.Context, c call) (r toolResult) {
 	return r
 }
 
-func broken(err error) toolResult {
-	return toolResult{text: err.Error(), category: "execution_failed"}
-}
-
 // bash is the tool of that name.
 func (a *agent) bash(ctx context.Context, args arguments) (r toolResult) {
-	asked, note := cmp.Or(args.Timeout, map[bool]float64{true: waitTimeout}[args.Action == "wait"], float64(a.timeout.Milliseconds())), ""
+	action := cmp.Or(args.Action, "run")
+	asked := cmp.Or(args.Timeout, map[string]float64{"wait": waitTimeout}[action], float64(a.cfg.commandTimeout.Milliseconds()))
 	timeout := time.Duration(min(max(asked, minTimeout), maxTimeout)) * time.Millisecond
-	if float64(timeout.Milliseconds()) != asked {
-		note = fmt.Sprintf("\n(timeout_ms %.0f was taken as %d: %d to %d are possible)", asked, timeout.Milliseconds(), minTimeout, maxTimeout)
-	}
 	tasks := a.jobs.list(func(j *job) bool { return j.id == args.TaskID || args.All && !j.over.Load() })
-	fi, err := os.Stat(args.Cwd)
 	switch {
-	case !slices.Contains([]string{"", "run", "wait", "cancel"}, args.Action):
-		return refused("action must be one of run, wait, cancel, not %q", args.Action)
-	case args.Action == "cancel" && (len(tasks) > 0 || args.All):
+	case !in("run wait cancel", action):
+		return refused("action must be one of run, wait, cancel, not %q", action)
+	case action == "run":
+		r = a.start(ctx, args, timeout)
+	case len(tasks) == 0 && (action == "wait" || !args.All):
+		return refused("there is no task %q", args.TaskID)
+	case action == "wait":
+		tasks[0].wait(ctx, timeout)
+		r = a.report(tasks[0], "")
+	default:
 		for _, j := range tasks {
 			j.cancelled.Store(true)
 		}
 		return toolResult{text: fmt.Sprintf("%d tasks ended%s", len(tasks), leftOver(end(orderEnd, tasks...)))}
-	case args.Action == "wait" && len(tasks) > 0:
-		tasks[0].wait(ctx, timeout)
-		r = a.report(tasks[0], "")
-	case args.Action == "wait" || args.Action == "cancel":
-		return refused("there is no task %q", args.TaskID)
-	case strings.TrimSpace(args.Command) == "":
-		return refused("run needs a command")
-	case err != nil || !fi.IsDir():
-		return refused("cwd %s is no directory", args.Cwd)
-	case args.Persist:
-		return a.service(args)
-	default:
-		j, err := a.jobs.start(args.Command, args.Cwd, args.Stdin, nil)
-		if err != nil {
-			return broken(err)
-		}
-		if args.Background {
-			return toolResult{text: fmt.Sprintf("started in the background as %s; it ends with this run", j.id)}
-		}
-		why := ""
-		if !j.wait(ctx, timeout) {
-			why = cmp.Or(map[bool]string{true: "cancelled"}[ctx.Err() != nil], fmt.Sprintf("timed out after %d ms; for long work use background:true and wait", timeout.Milliseconds()))
-			end(orderEnd, j)
-		}
-		r = a.report(j, why)
-		a.jobs.forget(j)
 	}
-	r.text += note
+	if float64(timeout.Milliseconds()) != asked {
+		r.text += fmt.Sprintf("\n(timeout_ms %.0f was taken as %d: %d to %d are possible)", asked, timeout.Milliseconds(), minTimeout, maxTimeout)
+	}
 	return r
 }
 
-// service starts a pending persistent service, if every rule is kept.
-func (a *agent) service(args arguments) toolResult {
+// start runs a command to its end, or starts one that goes on: a task of this
+// run or, if every rule is kept, a pending persistent service.
+func (a *agent) start(ctx context.Context, args arguments, timeout time.Duration) toolResult {
+	fi, err := os.Stat(args.Path)
 	switch {
-	case !args.Background || args.Stdin != nil:
+	case strings.TrimSpace(args.Command) == "":
+		return refused("run needs a command")
+	case err != nil || !fi.IsDir():
+		return refused("cwd %s is no directory", args.Path)
+	case args.Persist && (!args.Background || args.Stdin != nil):
 		return refused("persist needs background:true and no stdin")
-	case a.noServices != "":
+	case args.Persist && a.noServices != "":
 		return broken(errors.New("persist is refused: " + a.noServices))
-	case len(a.jobs.list((*job).pending)) >= maxPending:
+	case args.Persist && len(a.jobs.list((*job).pending)) >= maxPending:
 		return refused("there are %d pending services already, no more are possible", maxPending)
 	}
-	log, why := a.jobs.serviceLog()
-	if why != nil {
-		a.emit("notice", "message", fmt.Sprintf("the service's output goes to %s and no record is kept: %v", os.DevNull, why))
+	var log *os.File
+	if args.Persist {
+		if log, err = a.jobs.serviceLog(); err != nil {
+			a.emit("notice", "message", fmt.Sprintf("the service's output goes to %s and no record is kept: %v", os.DevNull, err))
+		}
+		if log == nil { // not even the null device
+			return broken(err)
+		}
 	}
-	if log == nil { // not even the null device
-		return broken(why)
-	}
-	j, err := a.jobs.start(args.Command, args.Cwd, nil, log)
-	if err != nil {
+	j, err := a.jobs.start(args.Command, args.Path, args.Stdin, log)
+	switch {
+	case err != nil:
 		return broken(err)
+	case args.Persist:
+		return toolResult{text: fmt.Sprintf("started as %s (pid %d), log %s. It is pending: it is released when this run completes and ended if the run fails. Probe that it is ready before you answer.", j.id, j.pid, j.log)}
+	case args.Background:
+		return toolResult{text: fmt.Sprintf("started in the background as %s; it ends with this run", j.id)}
 	}
-	return toolResult{text: fmt.Sprintf("started as %s (pid %d), log %s. It is pending: it is released when this run completes and ended if the run fails. Probe that it is ready before you answer.", j.id, j.pid, j.log)}
+	defer a.jobs.forget(j)
+	if j.wait(ctx, timeout) {
+		return a.report(j, "")
+	}
+	end(orderEnd, j)
+	return a.report(j, cmp.Or(keep("cancelled", ctx.Err() != nil), fmt.Sprintf("timed out after %d ms; for long work use background:true and wait", timeout.Milliseconds())))
 }
 
 // report gives the new output of a job and what became of it. ended says why
@@ -643,12 +558,12 @@ func (a *agent) report(j *job, ended string) toolResult {
 	r := toolResult{text: strings.TrimSuffix(cmp.Or(text, "(no output)"), "\n"), truncated: omitted > 0}
 	if f := j.out.file; r.truncated && f != nil {
 		r.path = f.Name()
-		r.text += fmt.Sprintf("\n(the output, up to %d MiB, is in %s%s)", spillMax>>20, r.path, map[bool]string{true: "; it could not be written to the end, so the rest is lost"}[lost])
+		r.text += fmt.Sprintf("\n(the output, up to %d MiB, is in %s%s)", spillMax>>20, r.path, keep("; it could not be written to the end, so the rest is lost", lost))
 	}
 	state := ""
 	switch {
 	case ended != "":
-		state, r.category = ended, map[bool]string{true: "cancelled", false: "timeout"}[ended == "cancelled"]
+		state, r.category = ended, cmp.Or(keep(ended, ended == "cancelled"), "timeout")
 	case !over:
 		state = fmt.Sprintf("still running after %s", time.Since(j.began).Round(time.Millisecond))
 	case j.cancelled.Load():
@@ -658,48 +573,36 @@ func (a *agent) report(j *job, ended string) toolResult {
 	case j.status.Signaled():
 		state, r.category = "killed by "+signalName(j.status.Signal()), "exit_status"
 	default:
-		code := j.status.ExitStatus()
-		state, r.exit = fmt.Sprintf("exit code %d", code), &code
-		r.category = map[bool]string{true: "exit_status"}[code != 0]
+		r.exit = new(j.status.ExitStatus())
+		state, r.category = fmt.Sprintf("exit code %d", *r.exit), keep("exit_status", *r.exit != 0)
 	}
 	r.text += "\n" + state
-	if over && j.last.Strays > 0 {
-		r.text += fmt.Sprintf("\n(%d processes that the command had left running were ended; use background:true for work that goes on)", j.last.Strays)
-	}
 	if over {
+		r.text += keep(fmt.Sprintf("\n(%d processes that the command had left running were ended; use background:true for work that goes on)", j.last.Strays), j.last.Strays > 0)
 		r.text += leftOver(j.last.Left)
 	}
-	if r.category == "exit_status" && a.noNetwork {
-		r.text += "\nnetwork is off in this sandbox, loopback included (belay --network)"
-	}
+	r.text += keep("\nnetwork is off in this sandbox, loopback included (belay --network)", a.noNetwork && r.category == "exit_status")
 	return r
 }
 
-func leftOver(left string) string {
-	if left == "" {
-		return ""
-	}
-	return "\ncould not be ended: " + left
-}
+func leftOver(left string) string { return keep("\ncould not be ended: "+left, left != "") }
 
 // version is the tag or commit that the build knows of.
 func version() string {
-	info, ok := debug.ReadBuildInfo()
-	if !ok || info.Main.Version == "" {
-		return "(devel)"
+	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
+		return info.Main.Version
 	}
-	return info.Main.Version
+	return "(devel)"
 }
 
 // source opens what a run reads and records: the prompt, and a recording in
 // place of the network; data is the demo's.
 func source(cfg *config, stdin io.Reader, data []byte) (transport http.RoundTripper, record io.Writer, err error) {
 	if cfg.promptFromStdin {
-		var b []byte
-		if b, err = io.ReadAll(stdin); err == nil && len(b) == 0 {
+		b, failed := io.ReadAll(stdin)
+		if cfg.prompt, err = string(b), failed; err == nil && len(b) == 0 {
 			err = errors.New("the prompt on stdin is empty")
 		}
-		cfg.prompt = string(b)
 	}
 	if err == nil && cfg.replay != "" {
 		data, err = os.ReadFile(cfg.replay)
@@ -716,108 +619,107 @@ func source(cfg *config, stdin io.Reader, data []byte) (transport http.RoundTrip
 // execution is one run of exec.
 type execution struct {
 	// set once
-	cfg        *config
+	*agent
+	printer    *printer
 	host       *host
 	interrupts []interrupt
-	stdout     *os.File
 	id         string
 	began      time.Time
-	printer    *printer
-	agent      *agent
-	jobs       *jobs // nil: no tools
 }
 
 // runExec runs one task and gives the exit code. Whatever happens, everything
 // passes the same end: kill, reap, then write. interrupts: outermost first.
 func runExec(ctx context.Context, cfg *config, h *host, interrupts []interrupt, transport http.RoundTripper, record io.Writer, stdout, stderr *os.File) int {
-	x := &execution{cfg: cfg, host: h, interrupts: interrupts, stdout: stdout, id: randomHex() + randomHex(), began: time.Now()}
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
-	if cfg.timeout > 0 { // around the writes too: a reader that stands still does not stop the clock
-		var stop context.CancelFunc
-		ctx, stop = context.WithTimeoutCause(ctx, cfg.timeout, &ending{124, "failed", "timeout", fmt.Sprintf("--timeout %s ran out", cfg.timeout)})
-		defer stop()
+	if cfg.timeout > 0 { // of the writes too: a reader that stands still does not stop the clock
+		defer time.AfterFunc(cfg.timeout, func() { fail(&ending{124, "failed", "timeout", fmt.Sprintf("--timeout %s ran out", cfg.timeout)}) }).Stop()
 	}
-	x.printer = &printer{format: cfg.format, program: cfg.program, stdout: stdout, stderr: stderr, queue: make(chan printed), fail: fail}
+	p := &printer{format: cfg.format, stdout: stdout, stderr: stderr, queue: make(chan func()), fail: fail}
+	x := &execution{printer: p, host: h, interrupts: interrupts, id: randomHex() + randomHex(), began: time.Now()}
+	var t *jobs
 	if cfg.auto {
 		var err error
-		x.jobs, err = newJobs(h, jobOptions{runID: x.id, home: cfg.home, workspace: cfg.workspace, sandbox: cfg.sandbox, network: cfg.network,
+		t, err = newJobs(h, jobOptions{runID: x.id, home: cfg.home, workspace: cfg.workspace, sandbox: cfg.sandbox, network: cfg.network,
 			writable: cfg.writable, dropNames: cfg.keyNames, keepNames: cfg.envKeep})
 		if err != nil {
-			x.printer.say("%s: %v", cfg.program, err)
+			p.say("%s: %v", cfg.program, err)
 			return 1
 		}
-		defer x.jobs.close()
+		defer t.close()
 	}
 	var trace func(string)
 	if cfg.verbose {
-		trace = func(s string) { x.printer.say("%s: %s", cfg.program, s) }
+		trace = func(s string) { p.say("%s: %s", cfg.program, s) }
 	}
-	x.agent = newAgent(cfg, x.jobs, transport, record, trace)
-	x.agent.emit = func(kind string, pairs ...any) { x.printer.emit(ctx, kind, pairs...) }
-	written, watched := make(chan struct{}), make(chan struct{})
-	// owner: runExec; ends when queue is closed and the last write returned; joined by written, for lastLines at most
-	go func() { defer close(written); x.printer.writeLoop() }()
+	x.agent = newAgent(cfg, t, transport, record, trace)
+	x.emit = func(kind string, pairs ...any) { p.emit(ctx, kind, pairs...) }
+	// owner: runExec; ends when queue is closed and the last write returned; joined by write, which finish bounds
+	go func() {
+		for write := range p.queue {
+			write()
+		}
+	}()
+	watched := make(chan struct{})
 	// owner: runExec; ends when ctx does; joined by watched
-	go func() { defer close(watched); x.supervise(ctx, fail) }()
-	answer, err := x.converse(ctx)
-	code := x.finish(ctx, answer, err)
+	go func() { defer close(watched); x.supervise(ctx) }()
+	code := x.finish(x.converse(ctx))
 	fail(nil)
 	<-watched
-	close(x.printer.queue)
-	select {
-	case <-written:
-	case <-time.After(lastLines):
-	}
+	close(p.queue)
 	return code
 }
 
-// supervise ends a run that took too long and notices a reader that left
-// although nothing is written; it reaps as PID 1 of a container, where belay is
-// every orphan's parent, and shows that a long tool call is alive.
-func (x *execution) supervise(ctx context.Context, fail context.CancelCauseFunc) {
+// supervise notices a reader that left although nothing is written; it reaps as
+// PID 1 of a container, where belay is every orphan's parent, and shows in the
+// text format that a long tool call is alive.
+func (x *execution) supervise(ctx context.Context) {
 	tick := time.NewTicker(min(superviseTick, x.cfg.poll))
 	defer tick.Stop()
-	for {
+	var call *string
+	for since := x.began; ; {
 		select {
 		case <-ctx.Done():
 			return
 		case now := <-tick.C:
-			if readerLeft(int(x.stdout.Fd())) {
-				fail(errReaderLeft)
+			if readerLeft(int(x.printer.stdout.Fd())) {
+				x.printer.fail(errReaderLeft)
 			}
 			if x.host.pid == 1 {
 				x.host.orphans()
 			}
-			x.printer.alive(now)
+			if running := x.printer.running.Load(); running != call {
+				call, since = running, now
+			} else if call != nil && x.cfg.format == "text" && now.Sub(since) >= progressTick {
+				since = now
+				x.printer.say("%s", oneLine("  still running "+*call))
+			}
 		}
 	}
 }
 
-// converse is the run from its first event to the answer. A panic in it is an
+// converse is the run from its first event to its receipts. A panic in it is an
 // error like another: the teardown comes after it.
-func (x *execution) converse(ctx context.Context) (answer string, err error) {
+func (x *execution) converse(ctx context.Context) (err error) {
 	defer func() {
 		if p := recover(); p != nil {
 			err = fmt.Errorf("bug in belay: panic: %v\n%s", p, debug.Stack())
 		}
 	}()
-	a, cfg := x.agent, x.cfg
-	a.emit("start", "session_id", x.id, "model", cfg.model, "workspace", cfg.workspace, "sandbox", cfg.sandbox, "network", cfg.network || x.jobs == nil || x.jobs.confine == nil, "version", version())
-	switch {
-	case !cfg.sandboxFlag || cfg.sandbox != "danger-full-access":
-		a.noServices = "it needs --sandbox danger-full-access on the command line"
-	case x.host.pid == 1:
-		a.noServices = "belay is PID 1 here, so its exit would end the service"
-	}
+	cfg := x.cfg
+	x.emit("start", "session_id", x.id, "model", cfg.model, "workspace", cfg.workspace, "sandbox", cfg.sandbox, "network", !x.noNetwork, "version", version())
+	x.noServices = cmp.Or(keep("it needs --sandbox danger-full-access on the command line", !cfg.sandboxFlag || cfg.sandbox != "danger-full-access"),
+		keep("belay is PID 1 here, so its exit would end the service", x.host.pid == 1))
 	system, notices := systemPrompt(cfg, x.jobs)
-	for _, notice := range append(notices, cfg.keyNote) {
-		if notice != "" {
-			a.emit("notice", "message", notice)
-		}
+	for _, notice := range notices {
+		x.emit("notice", "message", notice)
 	}
-	a.history = []message{{raw: systemMessage(system)}, {raw: userMessage(cfg.prompt)}}
-	return a.run(ctx)
+	x.history = []message{{raw: systemMessage(system)}, {raw: userMessage(cfg.prompt)}}
+	answer, err := x.run(ctx)
+	if err == nil {
+		err = x.release(ctx, answer)
+	}
+	return err
 }
 
 // systemPrompt is constant for a run, so that the server's prefix cache holds.
@@ -825,13 +727,10 @@ func (x *execution) converse(ctx context.Context) (answer string, err error) {
 func systemPrompt(cfg *config, t *jobs) (text string, notices []string) {
 	text = fmt.Sprintf("You are belay, a coding agent that works without a person at hand. Do the task, check it, and answer with what you did.\n"+
 		"Workspace: %s\nPlatform: linux/%s\nDate: %s\n", cfg.workspace, runtime.GOARCH, time.Now().Format(time.DateOnly))
-	switch {
-	case t == nil:
+	if t == nil {
 		notices = append(notices, "no tools are offered: --auto lets the model run commands")
-	default:
-		if t.scratch == nil {
-			notices = append(notices, "no scratch directory can be written ($TMPDIR, /tmp, /dev/shm): long outputs are not kept")
-		}
+	} else {
+		notices = append(notices, keep("no scratch directory can be written ($TMPDIR, /tmp, /dev/shm): long outputs are not kept", t.scratch == nil))
 		if t.confine != nil {
 			text += fmt.Sprintf("Sandbox: %s; what can be written: %s. Network: %v.\n", cfg.sandbox, strings.Join(t.confine.Write, " "), cfg.network)
 			notices = append(notices, t.confine.lacks())
@@ -840,11 +739,10 @@ func systemPrompt(cfg *config, t *jobs) (text string, notices []string) {
 	}
 	if !cfg.noProjectConfig {
 		agents, notice := agentsFile(cfg.workspace)
-		if notices = append(notices, notice); agents != "" {
-			text += "\nAGENTS.md of the workspace:\n" + agents + "\n"
-		}
+		text += keep("\nAGENTS.md of the workspace:\n"+agents+"\n", agents != "")
+		notices = append(notices, notice)
 	}
-	return text + cfg.appendPrompt, notices
+	return text + cfg.appendPrompt, slices.DeleteFunc(append(notices, cfg.keyNote), func(s string) bool { return s == "" })
 }
 
 // agentsFile reads AGENTS.md. The workspace is not trusted: a link must not
@@ -859,31 +757,24 @@ func agentsFile(workspace string) (text, notice string) {
 	if errors.Is(err, os.ErrNotExist) {
 		return "", ""
 	}
-	b := make([]byte, agentsMax+1)
-	var fi os.FileInfo
-	n := 0
-	if err == nil {
-		defer f.Close()
-		if fi, err = f.Stat(); err == nil && fi.Mode().IsRegular() {
-			n, _ = io.ReadFull(f, b)
-		}
+	defer f.Close() // of nil, as Stat, it is an error
+	var b []byte
+	if fi, err := f.Stat(); err == nil && fi.Mode().IsRegular() {
+		b, _ = io.ReadAll(io.LimitReader(f, agentsMax+1))
 	}
-	switch {
-	case n == 0:
+	if len(b) == 0 {
 		notice = "AGENTS.md cannot be read, is empty or is no regular file of the workspace"
-	case n > agentsMax:
-		notice = fmt.Sprintf("AGENTS.md is longer than %d bytes: cut there", agentsMax)
+	} else if len(b) > agentsMax {
+		b, notice = b[:agentsMax], fmt.Sprintf("AGENTS.md is longer than %d bytes: cut there", agentsMax)
 	}
-	return strings.ToValidUTF8(string(b[:min(n, agentsMax)]), "\uFFFD"), notice
+	return strings.ToValidUTF8(string(b), "\uFFFD"), notice
 }
 
-// finish decides what becomes of the services, ends the rest and writes the
-// last lines. It gives the exit code.
-func (x *execution) finish(ctx context.Context, answer string, err error) int {
+// finish gives the exit code of a run that was released. Of any other it ends
+// all that is left and writes the last lines.
+func (x *execution) finish(err error) int {
 	if err == nil {
-		if err = x.release(ctx, answer); err == nil {
-			return 0
-		}
+		return 0
 	}
 	for _, i := range slices.Backward(x.interrupts) {
 		if i.ctx.Err() != nil { // the outermost that ended is the signal that came
@@ -893,9 +784,7 @@ func (x *execution) finish(ctx context.Context, answer string, err error) int {
 	var stopped []*job
 	if x.jobs != nil {
 		stopped = x.jobs.list((*job).pending)
-		if left := leftOver(x.jobs.endAll(orderEnd, func(*job) bool { return true })); left != "" {
-			err = fmt.Errorf("%w%s", err, left)
-		}
+		err = fmt.Errorf("%w%s", err, leftOver(x.jobs.endAll(orderEnd, func(*job) bool { return true })))
 	}
 	e := endingOf(err)
 	last, cancel := context.WithTimeout(context.Background(), lastLines)
@@ -921,9 +810,7 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 		slices.SortFunc(services, func(a, b *job) int { return strings.Compare(a.id, b.id) })
 	}
 	if len(services) > 0 {
-		var stop context.CancelFunc
-		ctx, stop = context.WithTimeoutCause(ctx, releaseBound, errors.New("stdout did not take the receipts in time"))
-		defer stop()
+		defer time.AfterFunc(releaseBound, func() { x.printer.fail(errors.New("stdout did not take the receipts in time")) }).Stop()
 	}
 	for _, j := range services {
 		r, err := x.jobs.confirm(j)
@@ -933,7 +820,7 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 		list = append(list, r)
 	}
 	if err := recordRelease(x.cfg.home, list); err != nil {
-		x.printer.emit(ctx, "notice", "message", fmt.Sprintf("the release is not recorded in %s: %v", x.cfg.home, err))
+		x.emit("notice", "message", fmt.Sprintf("the release is not recorded in %s: %v", x.cfg.home, err))
 	}
 	// In pieces that stdout takes at once: what is not out when the run is ended never gets out, so that no reader finds
 	// a completed result of a run whose services were ended. In stream-json it is one write(2), whole or not at all,
@@ -941,40 +828,32 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 	lines := x.closing(endingOf(nil), answer, list)
 	held := x.cfg.format == "stream-json" && list != nil && len(lines) <= atomicWrite
 	for piece := range slices.Chunk(lines, atomicWrite) {
-		for err = context.Cause(ctx); err == nil && !takesOneWrite(int(x.stdout.Fd()), superviseTick); {
-			err = context.Cause(ctx)
+		for ctx.Err() == nil && !takesOneWrite(int(x.printer.stdout.Fd()), superviseTick) {
 		}
-		if x.host.hold(held && err == nil); err == nil {
-			err = context.Cause(ctx)
-		}
-		if err == nil {
+		x.host.hold(held)
+		if err = context.Cause(ctx); err == nil {
 			err = x.printer.write(context.Background(), piece)
 		}
 		if err != nil {
 			break
 		}
 	}
-	if x.host.hold(err == nil && list != nil); err == nil {
-		x.letGo(ctx, services, list)
-		return nil
+	if x.host.hold(err == nil && list != nil); err != nil {
+		for i := range list {
+			list[i].Withdrawn = true
+		}
+		recordRelease(x.cfg.home, list) // after an error the pid is not running, which services shows
+		return err
 	}
-	for i := range list {
-		list[i].Withdrawn = true
-	}
-	recordRelease(x.cfg.home, list) // after an error the pid is not running, which services shows
-	return err
-}
-
-// letGo releases the services. The receipts of the text format go to stderr.
-func (x *execution) letGo(ctx context.Context, services []*job, list []receipt) {
-	for _, r := range list {
-		if x.cfg.format == "text" {
-			x.printer.emit(ctx, "service_released", r.fields()...)
+	if x.cfg.format == "text" { // whose receipts go to stderr
+		for _, r := range list {
+			x.emit("service_released", r.fields()...)
 		}
 	}
 	for _, j := range services {
 		j.letGo()
 	}
+	return nil
 }
 
 func (r receipt) fields() []any {
@@ -984,10 +863,10 @@ func (r receipt) fields() []any {
 // closing gives the last lines of a run in its format. The answer of the text
 // format stands alone on stdout; an error is said on stderr.
 func (x *execution) closing(e *ending, answer string, list []receipt) (b []byte) {
-	a, p := x.agent, x.printer
+	p := x.printer
 	meta := []any{"status", e.status, "exit_code", e.code, "stop_reason", cmp.Or(e.category, "end"), "error_category", some(e.category), "error", some(e.message),
-		"session_id", x.id, "model", x.cfg.model, "workspace", x.cfg.workspace, "sandbox", x.cfg.sandbox, "turns", a.turns, "tool_calls", a.toolCalls,
-		"input_tokens", a.total[0], "output_tokens", a.total[1], "cached_tokens", a.total[2], "reasoning_tokens", a.total[3], "duration_ms", time.Since(x.began).Milliseconds()}
+		"session_id", x.id, "model", x.cfg.model, "workspace", x.cfg.workspace, "sandbox", x.cfg.sandbox, "turns", x.turns, "tool_calls", x.toolCalls,
+		"input_tokens", x.total[0], "output_tokens", x.total[1], "cached_tokens", x.total[2], "reasoning_tokens", x.total[3], "duration_ms", time.Since(x.began).Milliseconds()}
 	switch x.cfg.format {
 	case "text":
 		if e.code != 0 {
