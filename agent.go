@@ -11,7 +11,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"math"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -32,13 +31,19 @@ import (
 // processes through procs.go only.
 
 const (
-	sameSignal                          = time.Second                              // a further signal within this time counts as the first, in main and in serve
-	atomicWrite                         = 4096                                     // PIPE_BUF: a write of at most this many bytes is whole or not at all, pipe(7)
-	lastLines, releaseBound             = time.Second, 5 * time.Second             // for the last lines of a run that did not complete; of a release up to its receipts
-	superviseTick, progressTick         = 500 * time.Millisecond, 60 * time.Second // progressTick: text format, a sign of life while a tool runs
-	agentsMax, lineWidth                = 32 << 10, 78                             // bytes of AGENTS.md; characters of a progress line
-	maxPending, maxLengths              = 8, 3                                     // persistent services; replies in a row that were cut at the output limit
-	minTimeout, maxTimeout, waitTimeout = 1000, 600_000, 30_000                    // ms: of a command; of the action wait
+	sameSignal  = time.Second // a further signal within this time counts as the first, in main and in serve
+	atomicWrite = 4096        // PIPE_BUF: a write of at most this many bytes is whole or not at all, pipe(7)
+
+	// For the last lines of a run that did not complete; of a release up to its receipts.
+	lastLines, releaseBound = time.Second, 5 * time.Second
+	// Between two looks at stdout's reader; text format: a sign of life while a tool runs.
+	superviseTick, progressTick = 500 * time.Millisecond, 60 * time.Second
+	// Bytes of AGENTS.md; characters of a progress line.
+	agentsMax, lineWidth = 32 << 10, 78
+	// Persistent services of a run; replies in a row that were cut at the output limit.
+	maxPending, maxLengths = 8, 3
+	// In ms: of a command, and of the action wait.
+	minTimeout, maxTimeout, waitTimeout = 1000, 600_000, 30_000
 )
 
 // ending is how a run that did not complete ended: its exit code, and the
@@ -105,7 +110,8 @@ func jsonOf(v any) []byte {
 	return bytes.TrimSpace(b.Bytes())
 }
 
-// some is nil, hence absent in an event, for an empty text and for false.
+// some is nil, hence absent in an event, for an empty text and for false: most
+// results have neither a category nor a path.
 func some(v any) any { return map[bool]any{true: v}[v != "" && v != false] }
 
 // printer writes events in one of the three formats. One goroutine writes to
@@ -257,13 +263,14 @@ func (a *arguments) check(tool string, raw json.RawMessage) (unknown []string, e
 			delete(given, name)
 		}
 	}
-	var odd *json.UnmarshalTypeError
-	if err = json.Unmarshal(jsonOf(given), a); errors.As(err, &odd) {
-		err = fmt.Errorf("%s must be %s, not a %s", strings.ToLower(odd.Field), map[string]string{"bool": "a boolean", "float64": "an integer", "string": "a string"}[odd.Type.String()], odd.Value)
+	err = json.Unmarshal(jsonOf(given), a)
+	if odd, is := errors.AsType[*json.UnmarshalTypeError](err); is {
+		kind := map[string]string{"bool": "a boolean", "float64": "an integer", "string": "a string"}[odd.Type.String()]
+		err = fmt.Errorf("%s must be %s, not a %s", strings.ToLower(odd.Field), kind, odd.Value)
 	}
 	for name, n := range map[string]float64{"timeout_ms": a.Timeout, "offset": a.Offset, "limit": a.Limit} {
-		if err == nil && given[name] != nil && (n < 1 || n > math.MaxInt32 || n != math.Trunc(n)) {
-			err = fmt.Errorf("%s must be an integer from 1 to %d", name, math.MaxInt32)
+		if err == nil && given[name] != nil && (n < 1 || n != float64(int32(n))) { // of what is too large int32 makes another number
+			err = fmt.Errorf("%s must be an integer from 1 to %d", name, 1<<31-1)
 		}
 	}
 	for _, name := range needs {
@@ -347,7 +354,8 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 		case err != nil:
 			return "", err
 		case !in("length stop tool_calls", r.finish):
-			return "", failed(cmp.Or(keep(r.finish, r.finish == "content_filter"), "malformed"), "the provider ended the answer with %q, so it may be incomplete", r.finish)
+			category := cmp.Or(keep(r.finish, r.finish == "content_filter"), "malformed")
+			return "", failed(category, "the provider ended the answer with %q, so it may be incomplete", r.finish)
 		case r.finish != "length":
 			lengths = 0
 		case lengths == maxLengths:
@@ -371,7 +379,7 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 }
 
 // ask makes one model call. A history that is too long for the server is
-// shortened as far as it may be, which no second time does.
+// shortened once, since shorten leaves nothing for a second time.
 func (a *agent) ask(ctx context.Context) (*reply, error) {
 	request := &request{extra: a.extra, learned: &a.learned}
 	if a.jobs != nil {
@@ -392,14 +400,14 @@ func (a *agent) ask(ctx context.Context) (*reply, error) {
 		}
 		began := time.Now()
 		r, err := a.client.complete(ctx, request, events)
-		api, refused := errors.AsType[*apiError](err)
+		api, told := errors.AsType[*apiError](err)
 		switch {
 		case ctx.Err() != nil:
 			return nil, context.Cause(ctx)
 		case err == nil:
 			a.account(r.usage, time.Since(began))
 			return r, nil
-		case !refused || api.category != "context_length" || !a.shorten():
+		case !told || api.category != "context_length" || !a.shorten():
 			return nil, err
 		}
 	}
@@ -474,9 +482,7 @@ func (a *agent) dispatch(ctx context.Context, c call) (r toolResult) {
 			r = broken(err)
 		}
 	}
-	if len(unknown) > 0 {
-		r.text += "\n(unknown arguments ignored: " + strings.Join(unknown, ", ") + ")"
-	}
+	r.text += keep("\n(unknown arguments ignored: "+strings.Join(unknown, ", ")+")", len(unknown) > 0)
 	return r
 }
 
@@ -502,9 +508,8 @@ func (a *agent) bash(ctx context.Context, args arguments) (r toolResult) {
 		}
 		return toolResult{text: fmt.Sprintf("%d tasks ended%s", len(tasks), leftOver(end(orderEnd, tasks...)))}
 	}
-	if float64(timeout.Milliseconds()) != asked {
-		r.text += fmt.Sprintf("\n(timeout_ms %.0f was taken as %d: %d to %d are possible)", asked, timeout.Milliseconds(), minTimeout, maxTimeout)
-	}
+	note := fmt.Sprintf("\n(timeout_ms %.0f was taken as %d: %d to %d are possible)", asked, timeout.Milliseconds(), minTimeout, maxTimeout)
+	r.text += keep(note, float64(timeout.Milliseconds()) != asked)
 	return r
 }
 
@@ -547,7 +552,8 @@ func (a *agent) start(ctx context.Context, args arguments, timeout time.Duration
 		return a.report(j, "")
 	}
 	end(orderEnd, j)
-	return a.report(j, cmp.Or(keep("cancelled", ctx.Err() != nil), fmt.Sprintf("timed out after %d ms; for long work use background:true and wait", timeout.Milliseconds())))
+	return a.report(j, cmp.Or(keep("cancelled", ctx.Err() != nil),
+		fmt.Sprintf("timed out after %d ms; for long work use background:true and wait", timeout.Milliseconds())))
 }
 
 // report gives the new output of a job and what became of it. ended says why
@@ -727,9 +733,8 @@ func (x *execution) converse(ctx context.Context) (err error) {
 func systemPrompt(cfg *config, t *jobs) (text string, notices []string) {
 	text = fmt.Sprintf("You are belay, a coding agent that works without a person at hand. Do the task, check it, and answer with what you did.\n"+
 		"Workspace: %s\nPlatform: linux/%s\nDate: %s\n", cfg.workspace, runtime.GOARCH, time.Now().Format(time.DateOnly))
-	if t == nil {
-		notices = append(notices, "no tools are offered: --auto lets the model run commands")
-	} else {
+	notices = []string{cfg.keyNote, keep("no tools are offered: --auto lets the model run commands", t == nil)}
+	if t != nil {
 		notices = append(notices, keep("no scratch directory can be written ($TMPDIR, /tmp, /dev/shm): long outputs are not kept", t.scratch == nil))
 		if t.confine != nil {
 			text += fmt.Sprintf("Sandbox: %s; what can be written: %s. Network: %v.\n", cfg.sandbox, strings.Join(t.confine.Write, " "), cfg.network)
@@ -742,7 +747,7 @@ func systemPrompt(cfg *config, t *jobs) (text string, notices []string) {
 		text += keep("\nAGENTS.md of the workspace:\n"+agents+"\n", agents != "")
 		notices = append(notices, notice)
 	}
-	return text + cfg.appendPrompt, slices.DeleteFunc(append(notices, cfg.keyNote), func(s string) bool { return s == "" })
+	return text + cfg.appendPrompt, slices.DeleteFunc(notices, func(s string) bool { return s == "" })
 }
 
 // agentsFile reads AGENTS.md. The workspace is not trusted: a link must not
@@ -863,23 +868,22 @@ func (r receipt) fields() []any {
 // closing gives the last lines of a run in its format. The answer of the text
 // format stands alone on stdout; an error is said on stderr.
 func (x *execution) closing(e *ending, answer string, list []receipt) (b []byte) {
-	p := x.printer
 	meta := []any{"status", e.status, "exit_code", e.code, "stop_reason", cmp.Or(e.category, "end"), "error_category", some(e.category), "error", some(e.message),
 		"session_id", x.id, "model", x.cfg.model, "workspace", x.cfg.workspace, "sandbox", x.cfg.sandbox, "turns", x.turns, "tool_calls", x.toolCalls,
 		"input_tokens", x.total[0], "output_tokens", x.total[1], "cached_tokens", x.total[2], "reasoning_tokens", x.total[3], "duration_ms", time.Since(x.began).Milliseconds()}
 	switch x.cfg.format {
 	case "text":
 		if e.code != 0 {
-			p.say("%s: %s", x.cfg.program, e.message)
+			x.printer.say("%s: %s", x.cfg.program, e.message)
 			return nil
 		}
 		return []byte(strings.TrimSuffix(answer, "\n") + "\n")
 	case "json":
-		services := slices.Clip(p.services) // a receipt that cannot be written must not stand in the object that says so
+		services := slices.Clip(x.printer.services) // a receipt that cannot be written must not stand in the object that says so
 		for _, r := range list {
 			services = append(services, jsonObject(r.fields()...))
 		}
-		return append(jsonObject(append(meta, "output", answer, "tools", p.tools, "services", services)...), '\n')
+		return append(jsonObject(append(meta, "output", answer, "tools", x.printer.tools, "services", services)...), '\n')
 	}
 	for _, r := range list {
 		b = append(b, encodeEvent("service_released", r.fields()...)...)
