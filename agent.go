@@ -129,7 +129,8 @@ type printer struct {
 	tools, services []json.RawMessage // owned by the goroutine of the run
 }
 
-// write returns when b is written, or with ctx.
+// write returns when b is written, or with ctx. What is handed over then may
+// still get out, if the reader comes back while belay ends.
 func (p *printer) write(ctx context.Context, b []byte) error {
 	ack := make(chan error, 1)
 	do := func() {
@@ -206,6 +207,7 @@ func (p *printer) emit(ctx context.Context, kind string, pairs ...any) {
 	}
 }
 
+// oneLine cuts on characters: fmt counts a precision in runes.
 func oneLine(s string) string {
 	s = strings.ReplaceAll(s, "\n", " ")
 	short := fmt.Sprintf("%.*s", lineWidth, s)
@@ -605,8 +607,8 @@ func version() string {
 // place of the network; data is the demo's.
 func source(cfg *config, stdin io.Reader, data []byte) (transport http.RoundTripper, record io.Writer, err error) {
 	if cfg.promptFromStdin {
-		b, failed := io.ReadAll(stdin)
-		if cfg.prompt, err = string(b), failed; err == nil && len(b) == 0 {
+		b, readErr := io.ReadAll(stdin)
+		if cfg.prompt, err = string(b), readErr; err == nil && len(b) == 0 {
 			err = errors.New("the prompt on stdin is empty")
 		}
 	}
@@ -834,8 +836,9 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 	held := x.cfg.format == "stream-json" && list != nil && len(lines) <= atomicWrite
 	for piece := range slices.Chunk(lines, atomicWrite) {
 		for ctx.Err() == nil && !takesOneWrite(int(x.printer.stdout.Fd()), superviseTick) {
+			// poll(2) has no channel, hence a look at ctx now and then
 		}
-		x.host.hold(held)
+		x.host.hold(held) // first, then the look at ctx: a signal between the two is seen
 		if err = context.Cause(ctx); err == nil {
 			err = x.printer.write(context.Background(), piece)
 		}
