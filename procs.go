@@ -7,7 +7,6 @@ import (
 	"cmp"
 	"context"
 	"crypto/rand"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -226,9 +225,7 @@ func keeperMain() int {
 	}
 	// PR_SET_NAME, but of the main thread, whichever this one is.
 	os.WriteFile("/proc/self/comm", []byte(keeperName), 0)
-	err := errors.Join(closeOnExec(),
-		// prctl(2): orphans of the tree come here.
-		unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+	err := beParent()
 	if err == nil && spec.Confine != nil {
 		err = spec.Confine.apply()
 	}
@@ -352,10 +349,11 @@ func (k *keeper) kill() string {
 	return left
 }
 
-// closeOnExec keeps every descriptor above 2 out of what is started later,
-// those that belay's caller left open among them (a lock, for example). A loop
-// and not close_range(2), whose flag for this came with Linux 5.11.
-func closeOnExec() error {
+// beParent readies belay or a keeper for what it starts: every descriptor above
+// 2 stays out of that, those that belay's caller left open among them (a lock,
+// for example), and its orphans come here. A loop and not close_range(2), whose
+// flag for this came with Linux 5.11.
+func beParent() error {
 	open, err := os.ReadDir("/proc/self/fd")
 	for _, e := range open {
 		if fd, _ := strconv.Atoi(e.Name()); fd >= ctlFD {
@@ -363,7 +361,8 @@ func closeOnExec() error {
 			unix.CloseOnExec(fd)
 		}
 	}
-	return err
+	// prctl(2): the orphans of a tree, or of a killed keeper, become our children.
+	return cmp.Or(err, unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
 }
 
 // fileRequest is one Read, Write or Edit. Its keeper is confined as for Bash,
@@ -486,9 +485,7 @@ func planSandbox(o jobOptions, abi int) (*confinement, error) {
 	workspace, why := realPath(o.workspace), ""
 	if o.sandbox == "workspace-write" {
 		c.grant(append([]string{workspace}, o.writable...)...)
-		if common := c.gitCommon(workspace); common != "" {
-			c.grant(common)
-		}
+		c.grant(c.gitCommon(workspace))
 	}
 	switch {
 	case abi < 2:
@@ -504,12 +501,12 @@ func planSandbox(o jobOptions, abi int) (*confinement, error) {
 	return c, nil
 }
 
-// grant lets paths be written. Links are resolved once, and a path below
-// another one is no grant of its own: a command could put a link in its place,
-// and the next keeper would open what it leads to.
+// grant lets absolute paths be written. Links are resolved once, and a path
+// below another one is no grant of its own: a command could put a link in its
+// place, and the next keeper would open what it leads to.
 func (c *confinement) grant(paths ...string) {
 	for _, path := range paths {
-		if path = realPath(path); !c.grants(path) {
+		if path = realPath(path); filepath.IsAbs(path) && !c.grants(path) {
 			c.Write = append(slices.DeleteFunc(c.Write, func(w string) bool { return within(w, path) }), path)
 		}
 	}
@@ -530,19 +527,17 @@ func (c *confinement) lacks() string {
 // The workspace's own .git file may be forged, so the repository must name it
 // in return, from where no command can write (gitrepository-layout(5)).
 func (c *confinement) gitCommon(workspace string) string {
-	named := func(dir, file string) string { // the path in a file of one line, "" for a directory
-		b, _ := os.ReadFile(filepath.Join(dir, file))
-		path, pointer := strings.CutPrefix(strings.TrimSpace(string(b)), "gitdir: ")
-		if pointer != (file == ".git") {
-			return ""
+	named := func(file, prefix string) string { // the path in a file of one line, the root for another text
+		b, _ := os.ReadFile(file)
+		path, ok := strings.CutPrefix(strings.TrimSpace(string(b)), prefix)
+		if ok && !filepath.IsAbs(path) {
+			path = filepath.Join(filepath.Dir(file), path)
 		}
-		if path != "" && !filepath.IsAbs(path) {
-			path = filepath.Join(dir, path)
-		}
-		return path
+		return realPath(map[bool]string{true: path, false: "/"}[ok])
 	}
-	dir := realPath(named(workspace, ".git"))
-	if c.grants(dir) || filepath.Base(filepath.Dir(dir)) != "worktrees" || realPath(named(dir, "gitdir")) != filepath.Join(workspace, ".git") {
+	ours := filepath.Join(workspace, ".git")
+	dir := named(ours, "gitdir: ")
+	if c.grants(dir) || filepath.Base(filepath.Dir(dir)) != "worktrees" || named(filepath.Join(dir, "gitdir"), "") != ours {
 		return ""
 	}
 	return filepath.Dir(filepath.Dir(dir))
@@ -569,20 +564,17 @@ func landlockABI() int {
 	return max(0, int(abi))
 }
 
-// apply restricts the calling thread and so all that it forks from now on; any
-// piece that fails is an error, and the command is not started.
+// apply restricts the calling thread and so all that it forks from now on, in
+// the order below; any piece that fails is an error, and the command is not
+// started.
 func (c *confinement) apply() error {
-	err := errors.Join(
+	err := cmp.Or(
 		// prctl(2): this thread alone is confined. A command that could trace us (as it may trace what it started)
 		// would write the code of our other threads, or take the control socket. The exec gives it a new memory image.
 		unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0),
 		// prctl(2): what follows needs it without privileges, and it ends setuid programs.
-		unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-	for _, step := range []func() error{c.landlock, dropCapabilities, c.filterCalls} {
-		if err == nil {
-			err = step()
-		}
-	}
+		unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
+		c.landlock(), dropCapabilities(), c.filterCalls())
 	if err != nil {
 		return fmt.Errorf("the sandbox cannot be applied, so nothing was run: %w", err)
 	}
@@ -666,16 +658,11 @@ func (c *confinement) filterCalls() error {
 		load, and     = unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, unix.BPF_ALU | unix.BPF_AND | unix.BPF_K
 		is, from, ret = unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, unix.BPF_JMP | unix.BPF_JGE | unix.BPF_K, unix.BPF_RET | unix.BPF_K
 		nosys, deny   = unix.SECCOMP_RET_ERRNO | uint32(unix.ENOSYS), unix.SECCOMP_RET_ERRNO | uint32(unix.EACCES)
-		allow         = unix.SECCOMP_RET_ALLOW
 
 		nr, arch, args = 0, 4, 16      // offsets in struct seccomp_data; args are 8 bytes each, low half first
 		openAMD64, x32 = 2, 0x40000000 // open(2), which arm64 does not have; the first call of amd64's x32 ABI
 	)
-	type op struct { // with the jumps for yes and no, in instructions
-		code    uint16
-		yes, no uint8
-		k       uint32
-	}
+	type op unix.SockFilter // code, jumps for yes and no in instructions, operand
 	ops := []op{{load, 0, 0, arch}, {is, 1, 0, seccompArch()}, {ret, 0, 0, nosys},
 		{load, 0, 0, nr}, {from, 0, 1, x32}, {ret, 0, 0, nosys}, {is, 0, 1, unix.SYS_IO_URING_SETUP}, {ret, 0, 0, nosys}}
 	if c.ABI < 3 {
@@ -686,17 +673,14 @@ func (c *confinement) filterCalls() error {
 		}
 		for call, offset := range flags {
 			ops = append(ops, op{is, 0, 6, call}, op{load, 0, 0, offset}, op{and, 0, 0, unix.O_ACCMODE | unix.O_TRUNC}, op{is, 1, 0, unix.O_TRUNC},
-				op{is, 0, 1, unix.O_TRUNC | unix.O_ACCMODE}, op{ret, 0, 0, deny}, op{ret, 0, 0, allow}) // mode 3 is neither reading nor writing to Landlock
+				op{is, 0, 1, unix.O_TRUNC | unix.O_ACCMODE}, op{ret, 0, 0, deny}, op{ret, 0, 0, unix.SECCOMP_RET_ALLOW}) // mode 3 is neither reading nor writing to Landlock
 		}
 	}
 	if !c.Network {
 		ops = append(ops, op{is, 0, 4, unix.SYS_SOCKET}, op{load, 0, 0, args}, op{is, 2, 0, unix.AF_UNIX}, op{is, 1, 0, unix.AF_NETLINK}, op{ret, 0, 0, deny})
 	}
-	var f []unix.SockFilter
-	for _, o := range append(ops, op{ret, 0, 0, allow}) {
-		f = append(f, unix.SockFilter{Code: o.code, Jt: o.yes, Jf: o.no, K: o.k})
-	}
-	prog := unix.SockFprog{Len: uint16(len(f)), Filter: &f[0]}
+	ops = append(ops, op{ret, 0, 0, unix.SECCOMP_RET_ALLOW})
+	prog := unix.SockFprog{Len: uint16(len(ops)), Filter: (*unix.SockFilter)(&ops[0])}
 	// seccomp(2) on this thread; EINVAL would be a bug in the filter.
 	_, _, e := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, 0, uintptr(unsafe.Pointer(&prog)))
 	return errno("seccomp", e)
@@ -719,12 +703,8 @@ func newHost() (*host, error) {
 	if !ok {
 		return nil, errors.New("cannot read /proc/self/stat: belay needs /proc mounted to see and end what it starts")
 	}
-	err := errors.Join(closeOnExec(),
-		// prctl(2): orphans of a killed keeper come here.
-		unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0),
-		// prctl(2): the key in our environment and memory is not for commands, which run as the same user.
-		unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0))
-	if err != nil {
+	// prctl(2): the key in our environment and memory is not for commands, which run as the same user.
+	if err := cmp.Or(beParent(), unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)); err != nil {
 		return nil, fmt.Errorf("cannot prepare the process: %w", err)
 	}
 	h := &host{pid: self.pid, foreign: map[int]bool{}, sessions: map[int]bool{self.sid: true}, keepers: map[int]*job{}}
@@ -843,17 +823,16 @@ func newJobs(h *host, o jobOptions) (*jobs, error) {
 	if err != nil {
 		return nil, err
 	}
-	t := &jobs{host: h, opts: o, confine: confine, scratch: makeScratch(os.Getenv("TMPDIR")), env: append(scrub(os.Environ(), o.dropNames, o.keepNames), "BELAY_RUN="+o.runID)}
-	if t.scratch != nil {
-		if t.root, err = os.OpenRoot(t.scratch.Name()); err != nil {
-			return nil, err
-		}
+	t := &jobs{host: h, opts: o, confine: confine, scratch: makeScratch(os.Getenv("TMPDIR"))}
+	t.env = append(scrub(os.Environ(), o.dropNames, o.keepNames), "BELAY_RUN="+o.runID)
+	if t.scratch == nil {
+		return t, nil
 	}
-	if confine != nil && t.scratch != nil {
+	if t.root, err = os.OpenRoot(t.scratch.Name()); err == nil && confine != nil {
 		confine.grant(t.scratch.Name())
 		t.env = append(t.env, confine.redirects(t.scratch.Name())...)
 	}
-	return t, nil
+	return t, err
 }
 
 // makeScratch makes and locks a directory in the first place that can be
@@ -861,21 +840,21 @@ func newJobs(h *host, o jobOptions) (*jobs, error) {
 // directory is in use while its flock is held.
 func makeScratch(tmp string) *os.File {
 	for _, parent := range []string{tmp, "/tmp", "/dev/shm"} {
-		if !filepath.IsAbs(parent) {
+		path := filepath.Join(parent, "belay-"+randomHex())
+		if !filepath.IsAbs(parent) || os.Mkdir(path, 0o700) != nil {
 			continue
 		}
-		old, _ := filepath.Glob(filepath.Join(parent, "belay-"+strings.Repeat("[0-9a-f]", 8))) // not belay-projects, which is somebody's work
+		ours := lockDir(path) // nil: another run that starts now took it for a leftover
+		// Not belay-projects, which is somebody's work.
+		old, _ := filepath.Glob(filepath.Join(parent, "belay-"+strings.Repeat("[0-9a-f]", 8)))
 		for _, path := range old {
 			if d := lockDir(path); d != nil {
 				os.RemoveAll(path)
 				d.Close()
 			}
 		}
-		path := filepath.Join(parent, "belay-"+randomHex())
-		if os.Mkdir(path, 0o700) == nil {
-			if d := lockDir(path); d != nil { // nil: another run that starts now took it for a leftover
-				return d
-			}
+		if ours != nil {
+			return ours
 		}
 	}
 	return nil
@@ -884,19 +863,14 @@ func makeScratch(tmp string) *os.File {
 // lockDir locks a directory, nil when it is none, in use, another user's or
 // removed meanwhile.
 func lockDir(path string) *os.File {
-	d, err := os.OpenFile(path, unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
-	if err != nil {
-		return nil
+	d, _ := os.OpenFile(path, unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
+	// flock(2) ends with the process whatever kills it; EWOULDBLOCK: in use; EBADF: it was not opened.
+	err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	if _, removed := os.Lstat(path); cmp.Or(err, removed) == nil {
+		return d
 	}
-	// flock(2) ends with the process whatever kills it; EWOULDBLOCK: in use.
-	if err = unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB); err == nil {
-		_, err = os.Lstat(path)
-	}
-	if err != nil {
-		d.Close()
-		return nil
-	}
-	return d
+	d.Close()
+	return nil
 }
 
 // scrub gives the environment without what looks like a secret and without
@@ -929,7 +903,7 @@ func (c *confinement) redirects(scratch string) (env []string) {
 func randomHex() string {
 	b := make([]byte, 4)
 	rand.Read(b) // never fails (crypto/rand)
-	return hex.EncodeToString(b)
+	return fmt.Sprintf("%x", b)
 }
 
 // start runs a command under a keeper of its own and returns when it runs or
