@@ -3,6 +3,7 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"cmp"
 	"context"
@@ -58,8 +59,6 @@ const (
 	commandMax           = 131071             // bytes of one argument: MAX_ARG_STRLEN less the NUL, execve(2)
 	logTail              = 2000               // bytes of a dead service's log in the error
 )
-
-var errEnding = errors.New("the run is ending")
 
 // proc is one line of the process list. pid and start together name a process
 // for good within one boot.
@@ -125,49 +124,46 @@ func below(all []proc, root int, skip func(proc) bool) (out []proc) {
 
 func nobody(proc) bool { return false }
 
-// signalProc signals the process that was listed and no other: FindProcess
+// signalAll signals the processes that were listed and no others: FindProcess
 // takes a pidfd first and the start time is compared afterwards, so a reused
-// pid is never hit. Only EPERM is an error; a process that is gone is none.
-func signalProc(p proc, sigs ...os.Signal) (err error) {
-	h, _ := os.FindProcess(p.pid) // never fails on Linux
-	defer h.Release()
-	if q, ok := readProc(p.pid); ok && q.start == p.start && p.pid > 1 {
-		for _, sig := range sigs {
-			err = cmp.Or(err, h.Signal(sig))
+// pid is never hit. It counts what somebody else owns (EPERM), once for each
+// signal; what is gone is no error.
+func signalAll(list []proc, sigs ...os.Signal) (denied int) {
+	for _, p := range list {
+		h, _ := os.FindProcess(p.pid) // never fails on Linux
+		if q, ok := readProc(p.pid); ok && q.start == p.start && p.pid > 1 {
+			for _, sig := range sigs {
+				if errors.Is(h.Signal(sig), unix.EPERM) {
+					denied++
+				}
+			}
 		}
+		h.Release()
 	}
-	if !errors.Is(err, unix.EPERM) {
-		return nil
-	}
-	return err
+	return denied
 }
 
 // endTree stops what list gives until a look finds nothing new, then kills it,
 // again and again until list gives nothing. A stopped process cannot fork and
 // keeps its pid; without that a respawning tree of 200 outlives list-and-kill
 // for many seconds (measured). It ends early when all that is left belongs to
-// others (EPERM), at the latest after endBound, and names what is left then, ""
-// for nothing.
+// others, at the latest after endBound, and names what is left then, "" for
+// nothing.
 func endTree(list func() []proc) string {
 	seen := map[int]uint64{}
-	for bound := time.Now().Add(endBound); ; time.Sleep(pause) {
-		left, fresh, denied := list(), true, 0
-		for ; fresh && time.Now().Before(bound); left = list() {
-			fresh = false
-			for _, p := range left {
-				if seen[p.pid] != p.start {
-					seen[p.pid], fresh = p.start, true
-					signalProc(p, unix.SIGSTOP)
-				}
-			}
+	for bound := time.Now().Add(endBound); ; {
+		left, late := list(), time.Now().After(bound)
+		fresh := slices.DeleteFunc(slices.Clone(left), func(p proc) bool { return seen[p.pid] == p.start })
+		for _, p := range fresh {
+			seen[p.pid] = p.start
 		}
-		for _, p := range left {
-			if signalProc(p, unix.SIGKILL) != nil {
-				denied++
-			}
-		}
-		if denied == len(left) || time.Now().After(bound) {
+		switch {
+		case len(fresh) > 0 && !late:
+			signalAll(fresh, unix.SIGSTOP)
+		case signalAll(left, unix.SIGKILL) == len(left) || late:
 			return strings.Trim(fmt.Sprint(left), "[]")
+		default:
+			time.Sleep(pause)
 		}
 	}
 }
@@ -188,29 +184,29 @@ type jobSpec struct {
 	File    *fileRequest // instead of Argv
 }
 
-// Orders: TERM, grace and KILL · KILL now · does the command itself live? ·
-// exit and touch nothing · (nobody's) belay is gone.
-const orderEnd, orderKill, orderAlive, orderLetGo, orderEOF = 'T', 'K', 'A', 'R', 'E'
+// An order is one byte, and a keeper takes it as it takes a signal; none has the
+// number of one. TERM, grace and KILL · KILL now · does the command itself live?
+// · exit and touch nothing.
+const orderEnd, orderKill, orderAlive, orderLetGo syscall.Signal = 'T', 'K', 'A', 'R'
 
-// note is what a keeper tells belay, one JSON object a line. Kinds: started,
-// alive, exited; and as the last one failed, file, gone or released.
+// note is what a keeper tells belay, one JSON object a line. One without a kind
+// says who the command is, at its start and when asked whether it lives; the
+// last one is failed, file, gone or released.
 type note struct {
-	Kind, Text  string // Text: of failed and file
-	Left        string // of gone: processes that could not be ended
-	Pid, Strays int    // of started; of gone: processes that the command had left behind
-	Status      uint32 // of exited: the wait status
-	OK          bool   // of file and alive
+	Kind, Text  string          // Text: of failed and file
+	Left        string          // of gone: processes that could not be ended
+	Pid, Strays int             // 0: the command itself is over; of gone: processes that it had left behind
+	Status      unix.WaitStatus // of gone
 }
 
 // keeper is the process between belay and one command. Its main goroutine is
 // locked to a thread: Pdeathsig follows the thread that forked (prctl(2)),
 // Landlock and seccomp hold for one thread.
 type keeper struct {
-	ctl        *os.File
-	leader     int
-	leaderDone bool
-	grace      <-chan time.Time // nil until the tree is ending
-	strays     int
+	ctl    *os.File
+	leader int              // the command, 0 once it is reaped
+	grace  <-chan time.Time // nil until the tree is ending
+	last   note
 }
 
 // keeperMain is the whole life of a keeper; it gives the exit code. Its start
@@ -229,72 +225,71 @@ func keeperMain() int {
 	if err == nil && spec.Confine != nil {
 		err = spec.Confine.apply()
 	}
-	last := note{Kind: "file", OK: true}
 	switch {
 	case err == nil && spec.File != nil:
-		last.Text, err = spec.File.do()
+		k.last.Kind = "file"
+		k.last.Text, err = spec.File.do()
 	case err == nil:
-		last, err = k.run(spec, in.Buffered())
+		k.last.Kind, err = k.run(spec, in.Buffered())
 	}
 	if err != nil {
-		last = note{Kind: "failed", Text: err.Error()}
+		k.last = note{Kind: "failed", Text: err.Error()}
 	}
-	json.NewEncoder(k.ctl).Encode(last) // an error is normal: belay may be dead
+	k.tell(k.last)
 	return 0
 }
 
-// tell is a note that is not the last one.
+// tell has no error: belay may be dead, which the orders show.
 func (k *keeper) tell(n note) { json.NewEncoder(k.ctl).Encode(n) }
 
-// run starts the command and stays until its tree is gone or it may let go.
-// early is what the decoder of the job has read of the orders behind it.
-func (k *keeper) run(spec jobSpec, early io.Reader) (last note, err error) {
-	sys := &syscall.SysProcAttr{Setsid: true}
+// run starts the command and stays until its tree is gone or it may let go,
+// and says which. early is what the decoder of the job has read of the orders
+// behind it.
+func (k *keeper) run(spec jobSpec, early io.Reader) (kind string, err error) {
+	attr := &syscall.ProcAttr{Dir: spec.Dir, Env: os.Environ(), Files: []uintptr{0, 1, 2}, Sys: &syscall.SysProcAttr{Setsid: true}}
 	if !spec.Persist {
-		sys.Pdeathsig = unix.SIGKILL
+		attr.Sys.Pdeathsig = unix.SIGKILL
 	}
 	// fork and execve(2) with descriptors 0, 1 and 2 only; an error such as ENOENT is the command's.
-	if k.leader, err = syscall.ForkExec(spec.Argv[0], spec.Argv, &syscall.ProcAttr{Dir: spec.Dir, Env: os.Environ(), Files: []uintptr{0, 1, 2}, Sys: sys}); err != nil {
-		return last, fmt.Errorf("cannot start %s in %s: %w", spec.Argv[0], spec.Dir, err)
+	if k.leader, err = syscall.ForkExec(spec.Argv[0], spec.Argv, attr); err != nil {
+		return "", fmt.Errorf("cannot start %s in %s: %w", spec.Argv[0], spec.Dir, err)
 	}
-	k.tell(note{Kind: "started", Pid: k.leader})
+	k.tell(note{Pid: k.leader})
 	// Only now, off the command's critical path: a signal before this point kills the keeper, which is safe.
 	// They are caught and not ignored: an ignored signal stays ignored in the command (execve(2)).
-	sigs, orders := make(chan os.Signal, 16), make(chan byte, 1)
-	signal.Notify(sigs, unix.SIGCHLD, unix.SIGTERM, unix.SIGINT, unix.SIGQUIT, unix.SIGHUP)
+	events := make(chan os.Signal, 16)
+	signal.Notify(events, unix.SIGCHLD, unix.SIGTERM, unix.SIGINT, unix.SIGQUIT, unix.SIGHUP)
 	// owner: keeper.run; ends when belay is gone or the keeper exits; joined by its exit
 	go func() {
-		b := []byte{0}
-		for in := io.MultiReader(early, k.ctl); b[0] != orderEOF; orders <- b[0] {
-			if _, err := io.ReadFull(in, b); err != nil {
-				b[0] = orderEOF
-			}
+		in := bufio.NewReader(io.MultiReader(early, k.ctl))
+		for order, err := byte(0), error(nil); err == nil; events <- syscall.Signal(order) {
+			order, err = in.ReadByte() // 0, which ends the tree, when belay is gone
 		}
 	}()
 	for !k.reap() {
-		if k.leaderDone {
+		if k.leader == 0 {
 			k.begin()
 		}
-		var order byte
 		select {
-		case order = <-orders:
-		case sig := <-sigs:
-			order = map[bool]byte{true: orderEnd}[sig != unix.SIGCHLD]
+		case sig := <-events:
+			switch sig {
+			case unix.SIGCHLD, syscall.Signal('\n'): // reaped above; the end of the job's line
+			case orderKill:
+				k.grace = time.After(0)
+			case orderAlive:
+				k.reap()
+				k.tell(note{Pid: k.leader})
+			case orderLetGo:
+				return "released", nil
+			default:
+				k.begin()
+			}
 		case <-k.grace:
-			return note{Kind: "gone", Strays: k.strays, Left: k.kill()}, nil
-		}
-		switch order {
-		case orderEnd, orderEOF:
-			k.begin()
-		case orderKill:
-			k.grace = time.After(0)
-		case orderAlive:
-			k.tell(note{Kind: "alive", OK: !k.reap() && !k.leaderDone})
-		case orderLetGo:
-			return note{Kind: "released"}, nil
+			k.kill()
+			return "gone", nil
 		}
 	}
-	return note{Kind: "gone", Strays: k.strays}, nil
+	return "gone", nil
 }
 
 // reap collects every dead child. True is the proof that the tree is gone:
@@ -302,15 +297,13 @@ func (k *keeper) run(spec jobSpec, early io.Reader) (last note, err error) {
 func (k *keeper) reap() bool {
 	for {
 		var ws unix.WaitStatus
-		// wait4(2): nothing else in a keeper waits, os/exec is not used here.
+		// wait4(2), which does not block and so is never interrupted: nothing else in a keeper waits, os/exec is not used here.
 		pid, err := unix.Wait4(-1, &ws, unix.WNOHANG, nil)
-		switch {
-		case err == unix.EINTR:
-		case err != nil || pid == 0:
+		if pid <= 0 {
 			return err == unix.ECHILD
-		case pid == k.leader:
-			k.leaderDone = true
-			k.tell(note{Kind: "exited", Status: uint32(ws)})
+		}
+		if pid == k.leader {
+			k.leader, k.last.Status = 0, ws
 		}
 	}
 }
@@ -329,24 +322,21 @@ func (k *keeper) begin() {
 	}
 	k.grace = time.After(grace)
 	all := k.tree()
-	if k.leaderDone {
-		k.strays = len(all)
+	if k.leader == 0 {
+		k.last.Strays = len(all)
 	}
-	for _, p := range all {
-		signalProc(p, unix.SIGTERM, unix.SIGCONT)
-	}
+	signalAll(all, unix.SIGTERM, unix.SIGCONT)
 }
 
-// kill ends the tree for certain and names what it could not end. Once
+// kill ends the tree for certain and notes what it could not end. Once
 // everything is dead the last reap leaves no zombie: it is all the keeper's.
-func (k *keeper) kill() string {
-	if !k.leaderDone && k.leader > 1 {
+func (k *keeper) kill() {
+	if k.leader > 1 {
 		// kill(2) on the group while its leader is not reaped, so that the number is still its own.
 		unix.Kill(-k.leader, unix.SIGKILL)
 	}
-	left := endTree(k.tree)
+	k.last.Left = endTree(k.tree)
 	k.reap()
-	return left
 }
 
 // beParent readies belay or a keeper for what it starts: every descriptor above
@@ -783,17 +773,14 @@ type jobOptions struct {
 
 // jobs is the table of one run's commands.
 type jobs struct {
-	// set once
+	// set once, but all
 	host    *host
 	opts    jobOptions
 	scratch *os.File // the directory, locked; nil where none can be written
 	root    *os.Root // the same: a command may put a link in its place where it lies in the workspace
 	confine *confinement
 	env     []string
-
-	mu   sync.Mutex
-	all  []*job // guarded by mu, in order of their start
-	shut bool   // guarded by mu: nothing more is started
+	all     []*job // in order of their start, owned by the goroutine of the run, which ends them when it starts no more
 }
 
 // job is one command, or one file tool, with its keeper.
@@ -804,16 +791,14 @@ type job struct {
 	ctl              *os.File
 	out              output
 	began            time.Time
-	alive            chan bool     // answers to orderAlive
-	ready            chan struct{} // pid is set, or the command never ran
-	gone             chan struct{} // nothing below the keeper is left, the output is whole
+	said             chan int      // who the command is, as the keeper says it; closed when no more can come
+	gone             chan struct{} // closed when nothing below the keeper is left and the output is whole
 	over, cancelled  atomic.Bool   // over: gone is closed
 
-	// owned by follow until ready (pid) or gone (the others) is closed
-	pid    int
-	status syscall.WaitStatus
-	last   note // failed, file, gone or released
-	ended  time.Time
+	pid int // of the command, set before start returns
+	// owned by follow until gone is closed
+	last   note
+	status unix.WaitStatus
 }
 
 // newJobs makes the scratch directory and decides about the sandbox, before
@@ -935,50 +920,42 @@ func (t *jobs) start(command, dir string, stdin *string, log *os.File) (*job, er
 	if err := t.launch(j, jobSpec{Argv: []string{shell, "-c", "--", command}, Dir: dir, Persist: log != nil, Confine: t.confine}); err != nil {
 		return nil, err
 	}
+	t.all = append(t.all, j)
 	select {
-	case <-j.ready:
+	case j.pid = <-j.said:
 	case <-time.After(startBound):
 		j.cmd.Process.Kill() // and whoever follows the job ends what it left
 		return nil, fmt.Errorf("the keeper did not start the command within %s, so it was killed", startBound)
 	}
 	if j.pid == 0 {
-		<-j.gone
 		t.forget(j)
 		return nil, errors.New(j.last.Text)
 	}
 	return j, nil
 }
 
-// launch starts the keeper and enters it in the table in one step, so that no
-// look for orphans can take it for one.
+// launch starts the keeper and notes that it is one in one step, so that no look
+// for orphans can take it for one.
 func (t *jobs) launch(j *job, spec jobSpec) error {
-	// socketpair(2), close-on-exec: belay's end exists nowhere else, so its end is belay's end.
-	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	// socketpair(2), close-on-exec: belay's end exists nowhere else, so its end is belay's end. Reads go through the
+	// runtime's poller; os/exec makes the keeper's end block.
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {
 		return fmt.Errorf("cannot start a keeper: socketpair: %w", err)
 	}
-	// fcntl(2) O_NONBLOCK: reads go through the runtime's poller.
-	unix.SetNonblock(fds[0], true)
-	j.ctl = os.NewFile(uintptr(fds[0]), keeperName)
 	theirs := os.NewFile(uintptr(fds[1]), keeperName)
 	defer theirs.Close()
-	j.alive, j.ready, j.gone = make(chan bool, 1), make(chan struct{}), make(chan struct{})
+	j.ctl, j.said, j.gone, j.began = os.NewFile(uintptr(fds[0]), keeperName), make(chan int, 1), make(chan struct{}), time.Now()
 	j.cmd.Path, j.cmd.Args, j.cmd.Dir = "/proc/self/exe", []string{keeperName}, "/"
 	// SIGCONT for belay's death wakes a keeper that its command has stopped, which would not see the socket's end.
 	j.cmd.ExtraFiles, j.cmd.SysProcAttr = []*os.File{theirs}, &syscall.SysProcAttr{Setsid: true, Pdeathsig: unix.SIGCONT}
-	t.mu.Lock()
-	defer t.mu.Unlock()
 	t.host.mu.Lock()
 	defer t.host.mu.Unlock()
-	if err = errEnding; !t.shut {
-		err = j.cmd.Start()
-	}
-	if err != nil {
+	if err = j.cmd.Start(); err != nil {
 		j.ctl.Close()
 		return fmt.Errorf("cannot start a keeper: %w", err)
 	}
 	t.host.keepers[j.cmd.Process.Pid] = j
-	t.all, j.began = append(t.all, j), time.Now()
 	// owner: job; ends when the keeper has exited and its output was read; joined by job.gone
 	go j.follow(t.host, spec)
 	return nil
@@ -988,19 +965,8 @@ func (t *jobs) launch(j *job, spec jobSpec) error {
 // its tree, ends what it left.
 func (j *job) follow(h *host, spec jobSpec) {
 	json.NewEncoder(j.ctl).Encode(spec) // an error shows below as the end of the notes
-	var n note
-	for in := json.NewDecoder(j.ctl); in.Decode(&n) == nil; n = (note{}) {
-		switch n.Kind {
-		case "started":
-			j.pid = n.Pid
-			close(j.ready)
-		case "exited":
-			j.status = syscall.WaitStatus(n.Status)
-		case "alive":
-			j.alive <- n.OK
-		default:
-			j.last = n
-		}
+	for in := json.NewDecoder(j.ctl); in.Decode(&j.last) == nil && j.last.Kind == ""; {
+		j.said <- j.last.Pid
 	}
 	j.ctl.Close()
 	if j.last.Kind == "" {
@@ -1019,15 +985,13 @@ func (j *job) follow(h *host, spec jobSpec) {
 			os.Remove(f.Name()) // it says no more than the results did
 		}
 	}
-	j.ended = time.Now()
-	if j.pid == 0 {
-		close(j.ready)
-	}
+	j.status = j.last.Status
 	j.over.Store(true)
+	close(j.said)
 	close(j.gone)
 }
 
-func (j *job) order(o byte) { j.ctl.Write([]byte{o}) } // an error means that the keeper has exited
+func (j *job) order(o syscall.Signal) { j.ctl.Write([]byte{byte(o)}) } // an error means that the keeper has exited
 
 // wait is true when the job is gone, false after timeout or with ctx.
 func (j *job) wait(ctx context.Context, timeout time.Duration) bool {
@@ -1041,15 +1005,11 @@ func (j *job) wait(ctx context.Context, timeout time.Duration) bool {
 
 // end ends jobs, all at once, and names what could not be ended. A keeper that
 // has not done it in time, stopped or wedged, is killed, and belay does it.
-func end(order byte, list ...*job) (left string) {
-	for _, j := range list {
-		j.order(order)
-	}
+func end(order syscall.Signal, list ...*job) (left string) {
 	start := time.Now()
 	for _, j := range list {
-		if !j.wait(context.Background(), wedged-time.Since(start)) {
-			j.cmd.Process.Kill() // an error means that it has exited
-		}
+		j.order(order)
+		time.AfterFunc(wedged, func() { j.cmd.Process.Kill() }) // an error means that it has exited
 	}
 	for _, j := range list {
 		if j.wait(context.Background(), wedged+endBound-time.Since(start)) {
@@ -1067,12 +1027,11 @@ func (t *jobs) file(ctx context.Context, r *fileRequest) (string, error) {
 	if err := t.launch(j, jobSpec{File: r, Confine: t.confine}); err != nil {
 		return "", err
 	}
-	defer t.forget(j)
 	if !j.wait(ctx, fileBound) {
 		j.cmd.Process.Kill()
 		<-j.gone
 	}
-	if !j.last.OK {
+	if j.last.Kind != "file" {
 		return "", errors.New(j.last.Text)
 	}
 	return j.last.Text, nil
@@ -1080,15 +1039,11 @@ func (t *jobs) file(ctx context.Context, r *fileRequest) (string, error) {
 
 // forget drops a finished job, so that a long run does not grow.
 func (t *jobs) forget(j *job) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
 	t.all = slices.DeleteFunc(t.all, func(k *job) bool { return k == j })
 }
 
 // list gives the jobs that which names, in order of their start.
 func (t *jobs) list(which func(*job) bool) []*job {
-	t.mu.Lock()
-	defer t.mu.Unlock()
 	return slices.DeleteFunc(slices.Clone(t.all), func(j *job) bool { return !which(j) })
 }
 
@@ -1096,11 +1051,7 @@ func (t *jobs) list(which func(*job) bool) []*job {
 func (j *job) pending() bool { return j.log != "" && !j.cancelled.Load() }
 
 // endAll ends every job that which names, and what killed keepers left.
-// Nothing is started any more.
-func (t *jobs) endAll(order byte, which func(*job) bool) string {
-	t.mu.Lock()
-	t.shut = true
-	t.mu.Unlock()
+func (t *jobs) endAll(order syscall.Signal, which func(*job) bool) string {
 	return end(order, t.list(which)...) + endTree(t.host.orphans)
 }
 
@@ -1158,10 +1109,8 @@ func (o *output) take(running bool) (text string, omitted int, lost bool) {
 	o.buf = slices.Clone(o.buf[len(b):])
 	if omitted, o.dropped = o.dropped, 0; omitted > 0 {
 		head, tail := b[:headKeep-unfinished(b[:headKeep])], b[headKeep:]
-		for range utf8.UTFMax - 1 {
-			if len(tail) > 0 && !utf8.RuneStart(tail[0]) {
-				tail = tail[1:]
-			}
+		for n := 1; n < utf8.UTFMax && len(tail) > 0 && !utf8.RuneStart(tail[0]); n++ {
+			tail = tail[1:]
 		}
 		omitted += len(b) - len(head) - len(tail)
 		text, b = strings.ToValidUTF8(string(head), "\uFFFD")+fmt.Sprintf("\n… %d bytes left out …\n", omitted), tail
@@ -1222,25 +1171,21 @@ func (t *jobs) serviceLog() (f *os.File, why error) {
 // confirm has the keeper say that its service lives. The error ends with the
 // last lines of its log.
 func (t *jobs) confirm(j *job) (receipt, error) {
-	p, _ := readProc(j.pid)
+	p, ok := readProc(j.pid)
 	j.order(orderAlive)
 	select {
-	case alive := <-j.alive:
-		if alive {
+	case pid := <-j.said:
+		if ok && pid == p.pid {
 			return receipt{TaskID: j.id, PID: j.pid, PGID: j.pid, StartTime: p.start, BootID: bootID(), PIDNS: pidNS(),
 				Command: j.command, Workspace: t.opts.workspace, Log: j.log, At: time.Now().UTC().Format(time.RFC3339)}, nil
 		}
-	case <-j.gone:
 	case <-time.After(time.Second):
 	}
-	b := make([]byte, logTail)
-	if f, err := os.Open(j.log); err == nil {
-		f.Seek(-logTail, io.SeekEnd) // an error means that it is shorter
-		n, _ := io.ReadFull(f, b)
-		b = b[:n]
-		f.Close()
-	}
-	return receipt{}, fmt.Errorf("service %s (pid %d) had exited before the run was complete; the end of its log:\n%s", j.id, j.pid, strings.ToValidUTF8(string(bytes.Trim(b, "\x00")), "\uFFFD"))
+	f, _ := os.Open(j.log)       // without it there is nothing to read
+	f.Seek(-logTail, io.SeekEnd) // an error means that it is shorter
+	b, _ := io.ReadAll(io.LimitReader(f, logTail))
+	f.Close()
+	return receipt{}, fmt.Errorf("service %s (pid %d) had exited before the run was complete; the end of its log:\n%s", j.id, j.pid, strings.ToValidUTF8(string(b), "\uFFFD"))
 }
 
 // recordRelease appends receipts to the list of a home, if there are both, and
@@ -1255,12 +1200,8 @@ func recordRelease(home string, receipts []receipt) error {
 		return nil
 	}
 	f, err := os.OpenFile(filepath.Join(home, "services", "released.jsonl"), os.O_WRONLY|os.O_CREATE|os.O_APPEND|unix.O_NOFOLLOW, 0o600)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	_, err = f.Write(b)
-	return cmp.Or(err, f.Sync())
+	_, writeErr := f.Write(b) // without the file an error too, as Sync and Close give then
+	return cmp.Or(err, writeErr, f.Sync(), f.Close())
 }
 
 // letGo has the keeper exit without touching its service. One that does not
@@ -1288,9 +1229,7 @@ func (r receipt) stop() (left string) {
 		}
 		return slices.DeleteFunc(all, func(p proc) bool { return p.dead() || seen[p.pid] != p.start })
 	}
-	for _, p := range list() {
-		signalProc(p, unix.SIGTERM, unix.SIGCONT)
-	}
+	signalAll(list(), unix.SIGTERM, unix.SIGCONT)
 	for end := time.Now().Add(stopGrace); len(list()) > 0 && time.Now().Before(end); {
 		time.Sleep(pause)
 	}

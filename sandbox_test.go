@@ -235,7 +235,7 @@ func attackKeeper(belay, command string) error {
 	json.NewEncoder(ours).Encode(jobSpec{Argv: []string{"/bin/sh", "-c", command}, Dir: "/"})
 	all, _ := io.ReadAll(ours)
 	c.Wait()
-	if !bytes.Contains(all, []byte(`"exited","Pid":0,"Status":0`)) {
+	if !bytes.Contains(all, []byte(`"Kind":"gone","Text":"","Left":"","Pid":0,"Strays":0,"Status":0}`)) {
 		return errors.New("refused")
 	}
 	return nil
