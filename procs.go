@@ -50,14 +50,13 @@ const (
 	grace, stopGrace  = 500 * time.Millisecond, 5 * time.Second // between TERM and KILL, of a command and of a released service
 	wedged, endBound  = grace + time.Second, 10 * time.Second   // until a keeper that ends its tree is killed itself; until a tree is given up
 	eofWait, pause    = time.Second, 3 * time.Millisecond       // for the end of the output once the tree is gone; between two looks at a tree
-	startBound        = 5 * time.Second                         // from a keeper to its command: milliseconds, unless somebody stopped it or a directory hangs
-	fileBound         = 30 * time.Second                        // one Read, Write or Edit
+	// from a keeper to its command: milliseconds, unless somebody stopped it or a directory hangs; one Read, Write or Edit
+	startBound, fileBound = 5 * time.Second, 30 * time.Second
 
 	headKeep, tailKeep   = 6000, 24000        // bytes of a long output shown from its start and from its end
 	spillMax, fileMax    = 64 << 20, 64 << 20 // bytes of one output kept in the scratch directory; of a file for Read and Edit
 	readLines, readBytes = 2000, 50 << 10     // one Read
-	commandMax           = 131071             // bytes of one argument: MAX_ARG_STRLEN less the NUL, execve(2)
-	logTail              = 2000               // bytes of a dead service's log in the error
+	commandMax, logTail  = 131071, 2000       // bytes of one argument: MAX_ARG_STRLEN less the NUL, execve(2); of a dead service's log in the error
 )
 
 // proc is one line of the process list. pid and start together name a process
@@ -168,14 +167,13 @@ func endTree(list func() []proc) string {
 	}
 }
 
-// signalName gives SIGTERM and the like.
+// signalName gives SIGTERM and the like, from a table of x/sys: no system call.
 func signalName(sig syscall.Signal) string {
-	// A table of x/sys, no system call.
 	return cmp.Or(unix.SignalName(sig), fmt.Sprintf("signal %d", int(sig)))
 }
 
 // jobSpec travels to the keeper over fd 3 as JSON: never in argv, which every
-// user may read. After it each order is one byte.
+// user may read. It is one line; after it each order is one byte.
 type jobSpec struct {
 	Argv    []string
 	Dir     string
@@ -204,8 +202,7 @@ type note struct {
 // Landlock and seccomp hold for one thread.
 type keeper struct {
 	ctl    *os.File
-	leader int              // the command, 0 once it is reaped
-	grace  <-chan time.Time // nil until the tree is ending
+	leader int // the command, 0 once it is reaped
 	last   note
 }
 
@@ -214,9 +211,10 @@ type keeper struct {
 func keeperMain() int {
 	runtime.LockOSThread()
 	k := &keeper{ctl: os.NewFile(ctlFD, keeperName)}
+	in := bufio.NewReader(k.ctl)
+	line, _ := in.ReadBytes('\n')
 	var spec jobSpec
-	in := json.NewDecoder(k.ctl)
-	if in.Decode(&spec) != nil {
+	if json.Unmarshal(line, &spec) != nil {
 		return 2 // started by hand, or belay died
 	}
 	// PR_SET_NAME, but of the main thread, whichever this one is.
@@ -226,11 +224,13 @@ func keeperMain() int {
 		err = spec.Confine.apply()
 	}
 	switch {
-	case err == nil && spec.File != nil:
+	case err != nil:
+		err = fmt.Errorf("the sandbox cannot be applied, so nothing was run: %w", err)
+	case spec.File != nil:
 		k.last.Kind = "file"
 		k.last.Text, err = spec.File.do()
-	case err == nil:
-		k.last.Kind, err = k.run(spec, in.Buffered())
+	default:
+		k.last.Kind, err = k.run(spec, in)
 	}
 	if err != nil {
 		k.last = note{Kind: "failed", Text: err.Error()}
@@ -243,13 +243,10 @@ func keeperMain() int {
 func (k *keeper) tell(n note) { json.NewEncoder(k.ctl).Encode(n) }
 
 // run starts the command and stays until its tree is gone or it may let go,
-// and says which. early is what the decoder of the job has read of the orders
-// behind it.
-func (k *keeper) run(spec jobSpec, early io.Reader) (kind string, err error) {
-	attr := &syscall.ProcAttr{Dir: spec.Dir, Env: os.Environ(), Files: []uintptr{0, 1, 2}, Sys: &syscall.SysProcAttr{Setsid: true}}
-	if !spec.Persist {
-		attr.Sys.Pdeathsig = unix.SIGKILL
-	}
+// and says which. orders is the rest of what belay sends.
+func (k *keeper) run(spec jobSpec, orders io.ByteReader) (kind string, err error) {
+	sys := &syscall.SysProcAttr{Setsid: true, Pdeathsig: map[bool]syscall.Signal{false: unix.SIGKILL}[spec.Persist]}
+	attr := &syscall.ProcAttr{Dir: spec.Dir, Env: os.Environ(), Files: []uintptr{0, 1, 2}, Sys: sys}
 	// fork and execve(2) with descriptors 0, 1 and 2 only; an error such as ENOENT is the command's.
 	if k.leader, err = syscall.ForkExec(spec.Argv[0], spec.Argv, attr); err != nil {
 		return "", fmt.Errorf("cannot start %s in %s: %w", spec.Argv[0], spec.Dir, err)
@@ -261,31 +258,39 @@ func (k *keeper) run(spec jobSpec, early io.Reader) (kind string, err error) {
 	signal.Notify(events, unix.SIGCHLD, unix.SIGTERM, unix.SIGINT, unix.SIGQUIT, unix.SIGHUP)
 	// owner: keeper.run; ends when belay is gone or the keeper exits; joined by its exit
 	go func() {
-		in := bufio.NewReader(io.MultiReader(early, k.ctl))
 		for order, err := byte(0), error(nil); err == nil; events <- syscall.Signal(order) {
-			order, err = in.ReadByte() // 0, which ends the tree, when belay is gone
+			order, err = orders.ReadByte() // 0, which ends the tree, when belay is gone
 		}
 	}()
-	for !k.reap() {
-		if k.leader == 0 {
-			k.begin()
+	var kill <-chan time.Time // nil until the tree is ending
+	for ending := false; !k.reap(); {
+		if ending = ending || k.leader == 0; ending && kill == nil {
+			kill = time.After(grace)
+			all := k.tree()
+			k.last.Strays = map[bool]int{true: len(all)}[k.leader == 0]
+			signalAll(all, unix.SIGTERM, unix.SIGCONT) // a stopped process acts on TERM only after CONT (signal(7))
 		}
 		select {
 		case sig := <-events:
 			switch sig {
-			case unix.SIGCHLD, syscall.Signal('\n'): // reaped above; the end of the job's line
+			case unix.SIGCHLD: // reaped above
 			case orderKill:
-				k.grace = time.After(0)
+				kill = time.After(0)
 			case orderAlive:
 				k.reap()
 				k.tell(note{Pid: k.leader})
 			case orderLetGo:
 				return "released", nil
 			default:
-				k.begin()
+				ending = true
 			}
-		case <-k.grace:
-			k.kill()
+		case <-kill:
+			if k.leader > 1 {
+				// kill(2) on the group while its leader is not reaped, so that the number is still its own.
+				unix.Kill(-k.leader, unix.SIGKILL)
+			}
+			k.last.Left = endTree(k.tree)
+			k.reap() // once everything is dead this leaves no zombie: it is all the keeper's
 			return "gone", nil
 		}
 	}
@@ -312,31 +317,6 @@ func (k *keeper) reap() bool {
 func (k *keeper) tree() []proc {
 	k.reap()
 	return below(processes(), os.Getpid(), nobody)
-}
-
-// begin asks the whole tree to end, once. A stopped process acts on TERM only
-// after CONT (signal(7)).
-func (k *keeper) begin() {
-	if k.grace != nil {
-		return
-	}
-	k.grace = time.After(grace)
-	all := k.tree()
-	if k.leader == 0 {
-		k.last.Strays = len(all)
-	}
-	signalAll(all, unix.SIGTERM, unix.SIGCONT)
-}
-
-// kill ends the tree for certain and notes what it could not end. Once
-// everything is dead the last reap leaves no zombie: it is all the keeper's.
-func (k *keeper) kill() {
-	if k.leader > 1 {
-		// kill(2) on the group while its leader is not reaped, so that the number is still its own.
-		unix.Kill(-k.leader, unix.SIGKILL)
-	}
-	k.last.Left = endTree(k.tree)
-	k.reap()
 }
 
 // beParent readies belay or a keeper for what it starts: every descriptor above
@@ -451,10 +431,9 @@ func replaceFile(path string, data []byte) error {
 	if err = cmp.Or(err, f.Sync()); err == nil {
 		err = os.Rename(temp, path)
 	}
-	if dir, dirErr := os.Open(filepath.Dir(path)); dirErr == nil {
-		dir.Sync() // makes the rename last; not every file system can
-		dir.Close()
-	}
+	dir, _ := os.Open(filepath.Dir(path))
+	dir.Sync() // makes the rename last; not every file system can
+	dir.Close()
 	return err
 }
 
@@ -558,17 +537,13 @@ func landlockABI() int {
 // the order below; any piece that fails is an error, and the command is not
 // started.
 func (c *confinement) apply() error {
-	err := cmp.Or(
+	return cmp.Or(
 		// prctl(2): this thread alone is confined. A command that could trace us (as it may trace what it started)
 		// would write the code of our other threads, or take the control socket. The exec gives it a new memory image.
 		unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0),
 		// prctl(2): what follows needs it without privileges, and it ends setuid programs.
 		unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
 		c.landlock(), dropCapabilities(), c.filterCalls())
-	if err != nil {
-		return fmt.Errorf("the sandbox cannot be applied, so nothing was run: %w", err)
-	}
-	return nil
 }
 
 // landlock allows writing below c.Write only. All write rights go together:
@@ -577,25 +552,17 @@ func (c *confinement) apply() error {
 func (c *confinement) landlock() error {
 	const file = unix.LANDLOCK_ACCESS_FS_WRITE_FILE | unix.LANDLOCK_ACCESS_FS_TRUNCATE
 	const read = unix.LANDLOCK_ACCESS_FS_EXECUTE | unix.LANDLOCK_ACCESS_FS_READ_FILE | unix.LANDLOCK_ACCESS_FS_READ_DIR
-	attr := unix.LandlockRulesetAttr{Handled_access_fs: (2*unix.LANDLOCK_ACCESS_FS_TRUNCATE - 1) &^ read} // the newest right handled, and all before it
-	if c.ABI < 3 {
-		attr.Handled_access_fs &^= unix.LANDLOCK_ACCESS_FS_TRUNCATE
-	}
-	if c.ABI >= 4 && !c.Network {
-		attr.Handled_access_net = unix.LANDLOCK_ACCESS_NET_BIND_TCP | unix.LANDLOCK_ACCESS_NET_CONNECT_TCP
-	}
-	if c.ABI >= 6 {
-		attr.Scoped = unix.LANDLOCK_SCOPE_SIGNAL | unix.LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET
+	attr := unix.LandlockRulesetAttr{ // the newest right that we handle, and all before it
+		Handled_access_fs:  (2*unix.LANDLOCK_ACCESS_FS_TRUNCATE - 1) &^ read &^ map[bool]uint64{true: unix.LANDLOCK_ACCESS_FS_TRUNCATE}[c.ABI < 3],
+		Handled_access_net: map[bool]uint64{true: unix.LANDLOCK_ACCESS_NET_BIND_TCP | unix.LANDLOCK_ACCESS_NET_CONNECT_TCP}[c.ABI >= 4 && !c.Network],
+		Scoped:             map[bool]uint64{true: unix.LANDLOCK_SCOPE_SIGNAL | unix.LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET}[c.ABI >= 6],
 	}
 	// landlock_create_ruleset(2): a longer attribute than the kernel knows is fine while its tail is zero.
 	rules, _, e := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, uintptr(unsafe.Pointer(&attr)), unsafe.Sizeof(attr), 0)
 	for _, path := range c.Write {
 		f, err := os.OpenFile(path, unix.O_PATH, 0) // needs no permission on the file itself
-		if e != 0 || errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENXIO) {
+		if e != 0 || err != nil {                   // what cannot be opened so could not be written either
 			continue
-		}
-		if err != nil {
-			return err
 		}
 		rule := unix.LandlockPathBeneathAttr{Allowed_access: attr.Handled_access_fs, Parent_fd: int32(f.Fd())}
 		if fi, err := f.Stat(); err != nil || !fi.IsDir() {
@@ -609,15 +576,7 @@ func (c *confinement) landlock() error {
 		// landlock_restrict_self(2): E2BIG when 16 layers are in use. The descriptor closes at the exec.
 		_, _, e = unix.Syscall(unix.SYS_LANDLOCK_RESTRICT_SELF, rules, 0, 0)
 	}
-	return errno("landlock", e)
-}
-
-// errno makes an error of what a raw call gives.
-func errno(call string, e syscall.Errno) error {
-	if e == 0 {
-		return nil
-	}
-	return os.NewSyscallError(call, e)
+	return os.NewSyscallError("landlock", map[bool]error{true: e}[e != 0])
 }
 
 // dropCapabilities leaves what package managers and compilers need as root.
@@ -657,11 +616,9 @@ func (c *confinement) filterCalls() error {
 		{load, 0, 0, nr}, {from, 0, 1, x32}, {ret, 0, 0, nosys}, {is, 0, 1, unix.SYS_IO_URING_SETUP}, {ret, 0, 0, nosys}}
 	if c.ABI < 3 {
 		ops = append(ops, op{is, 0, 1, unix.SYS_TRUNCATE}, op{ret, 0, 0, deny}, op{is, 0, 1, unix.SYS_OPENAT2}, op{ret, 0, 0, nosys})
-		flags := map[uint32]uint32{unix.SYS_OPENAT: args + 16} // call: offset of its flags
-		if runtime.GOARCH == "amd64" {
-			flags[openAMD64] = args + 8
-		}
-		for call, offset := range flags {
+		offsets := map[string]map[uint32]uint32{ // of the flags of each call that opens
+			"amd64": {openAMD64: args + 8, unix.SYS_OPENAT: args + 16}, "arm64": {unix.SYS_OPENAT: args + 16}}
+		for call, offset := range offsets[runtime.GOARCH] {
 			ops = append(ops, op{is, 0, 6, call}, op{load, 0, 0, offset}, op{and, 0, 0, unix.O_ACCMODE | unix.O_TRUNC}, op{is, 1, 0, unix.O_TRUNC},
 				op{is, 0, 1, unix.O_TRUNC | unix.O_ACCMODE}, op{ret, 0, 0, deny}, op{ret, 0, 0, unix.SECCOMP_RET_ALLOW}) // mode 3 is neither reading nor writing to Landlock
 		}
@@ -673,7 +630,7 @@ func (c *confinement) filterCalls() error {
 	prog := unix.SockFprog{Len: uint16(len(ops)), Filter: (*unix.SockFilter)(&ops[0])}
 	// seccomp(2) on this thread; EINVAL would be a bug in the filter.
 	_, _, e := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, 0, uintptr(unsafe.Pointer(&prog)))
-	return errno("seccomp", e)
+	return os.NewSyscallError("seccomp", map[bool]error{true: e}[e != 0])
 }
 
 // host is belay as the ancestor of all keepers: one in a process.
@@ -689,14 +646,11 @@ type host struct {
 
 // newHost prepares the process before anything is started.
 func newHost() (*host, error) {
-	self, ok := readProc(os.Getpid())
-	if !ok {
-		return nil, errors.New("cannot read /proc/self/stat: belay needs /proc mounted to see and end what it starts")
-	}
 	// prctl(2): the key in our environment and memory is not for commands, which run as the same user.
 	if err := cmp.Or(beParent(), unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)); err != nil {
-		return nil, fmt.Errorf("cannot prepare the process: %w", err)
+		return nil, fmt.Errorf("cannot prepare the process, which needs /proc mounted to see and end what it starts: %w", err)
 	}
+	self, _ := readProc(os.Getpid())
 	h := &host{pid: self.pid, foreign: map[int]bool{}, sessions: map[int]bool{self.sid: true}, keepers: map[int]*job{}}
 	for _, p := range below(processes(), h.pid, nobody) {
 		h.foreign[p.pid], h.sessions[p.sid] = true, true
@@ -879,10 +833,8 @@ func (c *confinement) redirects(scratch string) (env []string) {
 		}
 	}
 	text := fmt.Sprintf("[include]\n\tpath = %q\n\tpath = %q\n", home+"/.config/git/config", cmp.Or(os.Getenv("GIT_CONFIG_GLOBAL"), home+"/.gitconfig"))
-	if os.WriteFile(scratch+"/gitconfig", []byte(text), 0o600) == nil {
-		env = append(env, "GIT_CONFIG_GLOBAL="+scratch+"/gitconfig")
-	}
-	return env
+	os.WriteFile(scratch+"/gitconfig", []byte(text), 0o600) // on a full disk git can write nothing either
+	return append(env, "GIT_CONFIG_GLOBAL="+scratch+"/gitconfig")
 }
 
 func randomHex() string {
@@ -920,17 +872,15 @@ func (t *jobs) start(command, dir string, stdin *string, log *os.File) (*job, er
 	if err := t.launch(j, jobSpec{Argv: []string{shell, "-c", "--", command}, Dir: dir, Persist: log != nil, Confine: t.confine}); err != nil {
 		return nil, err
 	}
-	t.all = append(t.all, j)
 	select {
 	case j.pid = <-j.said:
 	case <-time.After(startBound):
-		j.cmd.Process.Kill() // and whoever follows the job ends what it left
-		return nil, fmt.Errorf("the keeper did not start the command within %s, so it was killed", startBound)
+		return nil, fmt.Errorf("the keeper did not start the command within %s, so it was killed; what is left: %q", startBound, end(orderKill, j))
 	}
 	if j.pid == 0 {
-		t.forget(j)
 		return nil, errors.New(j.last.Text)
 	}
+	t.all = append(t.all, j)
 	return j, nil
 }
 
@@ -969,21 +919,16 @@ func (j *job) follow(h *host, spec jobSpec) {
 		j.said <- j.last.Pid
 	}
 	j.ctl.Close()
-	if j.last.Kind == "" {
-		j.cmd.Process.Kill() // it is dead or says nonsense
-	}
-	j.cmd.Wait() // for eofWait longer than the keeper lives, if the output has no end
+	j.cmd.Process.Kill() // it has said its last word, is dead, or says nonsense
+	j.cmd.Wait()         // for eofWait longer than the keeper lives, if the output has no end
 	h.mu.Lock()
 	delete(h.keepers, j.cmd.Process.Pid)
 	h.mu.Unlock()
 	if j.last.Kind == "" {
 		j.last = note{Text: "the keeper was killed", Left: endTree(h.orphans)}
 	}
-	if f := j.out.file; f != nil {
-		f.Close()
-		if j.out.spilled <= headKeep+tailKeep {
-			os.Remove(f.Name()) // it says no more than the results did
-		}
+	if f := j.out.file; f.Close() == nil && j.out.spilled <= headKeep+tailKeep {
+		os.Remove(f.Name()) // it says no more than the results did
 	}
 	j.status = j.last.Status
 	j.over.Store(true)
@@ -1038,9 +983,7 @@ func (t *jobs) file(ctx context.Context, r *fileRequest) (string, error) {
 }
 
 // forget drops a finished job, so that a long run does not grow.
-func (t *jobs) forget(j *job) {
-	t.all = slices.DeleteFunc(t.all, func(k *job) bool { return k == j })
-}
+func (t *jobs) forget(j *job) { t.all = slices.DeleteFunc(t.all, func(k *job) bool { return k == j }) }
 
 // list gives the jobs that which names, in order of their start.
 func (t *jobs) list(which func(*job) bool) []*job {
