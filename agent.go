@@ -648,9 +648,7 @@ func runExec(ctx context.Context, cfg *config, h *host, interrupts []interrupt, 
 	var t *jobs
 	if cfg.auto {
 		var err error
-		t, err = newJobs(h, jobOptions{runID: x.id, home: cfg.home, workspace: cfg.workspace, sandbox: cfg.sandbox, network: cfg.network,
-			writable: cfg.writable, dropNames: cfg.keyNames, keepNames: cfg.envKeep})
-		if err != nil {
+		if t, err = newJobs(h, toolOptions(cfg, x.id)); err != nil {
 			p.say("%s: %v", cfg.program, err)
 			return 1
 		}
@@ -709,11 +707,7 @@ func (x *execution) supervise(ctx context.Context) {
 // converse is the run from its first event to its receipts. A panic in it is an
 // error like another: the teardown comes after it.
 func (x *execution) converse(ctx context.Context) (err error) {
-	defer func() {
-		if p := recover(); p != nil {
-			err = fmt.Errorf("bug in belay: panic: %v\n%s", p, debug.Stack())
-		}
-	}()
+	defer caught(&err)
 	cfg := x.cfg
 	x.emit("start", "session_id", x.id, "model", cfg.model, "workspace", cfg.workspace, "sandbox", cfg.sandbox, "network", !x.noNetwork, "version", version())
 	x.noServices = cmp.Or(keep("it needs --sandbox danger-full-access on the command line", !cfg.sandboxFlag || cfg.sandbox != "danger-full-access"),
@@ -927,4 +921,62 @@ func helpOn(topic, usage string) (help string) {
 		}
 	}
 	return help
+}
+
+// caught makes an error of a panic. It is to be deferred.
+func caught(err *error) {
+	if p := recover(); p != nil {
+		*err = fmt.Errorf("bug in belay: panic: %v\n%s", p, debug.Stack())
+	}
+}
+
+// toolbox is what serve needs of processes: belay as their ancestor, and tools
+// for one turn at a time, since only the turn with the main slot has any.
+type toolbox struct {
+	cfg  *config
+	host *host
+	lack error // why no tools are offered
+}
+
+func newToolbox(cfg *config) (*toolbox, error) {
+	h, err := newHost()
+	b := &toolbox{cfg, h, errors.New("paths.workspace is not set")}
+	if cfg.workspace != "" {
+		_, b.lack = planSandbox(toolOptions(cfg, ""), landlockABI())
+	}
+	return b, err
+}
+
+// toolOptions is what procs.go needs of a configuration.
+func toolOptions(c *config, run string) jobOptions {
+	return jobOptions{runID: run, home: c.home, workspace: c.workspace, sandbox: c.sandbox, network: c.network, writable: c.writable,
+		dropNames: c.keyNames, keepNames: c.envKeep}
+}
+
+// equip gives a conversation its tools. done ends whatever they left, and says
+// what could not be ended.
+func (b *toolbox) equip(a *agent, run string, say func(string, ...any)) (done func(), err error) {
+	if b.lack != nil {
+		return func() {}, nil
+	}
+	t, err := newJobs(b.host, toolOptions(b.cfg, run))
+	if err != nil {
+		return nil, err
+	}
+	a.jobs, a.noNetwork = t, t.confine != nil && !b.cfg.network
+	return func() {
+		if left := leftOver(t.endAll(orderEnd, func(*job) bool { return true })); left != "" {
+			say("turn %s%s", run, left)
+		}
+		t.close()
+	}, nil
+}
+
+func (b *toolbox) killAll() { b.host.killAll() }
+
+// reap takes in, as PID 1 of a container, what has died and is nobody's.
+func (b *toolbox) reap() {
+	if b.host.pid == 1 {
+		b.host.orphans()
+	}
 }

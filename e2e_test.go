@@ -116,7 +116,7 @@ func tagged(tag string) (pids []int) {
 }
 
 // until waits for a condition, not for a time.
-func until(t *testing.T, what string, limit time.Duration, ok func() bool) {
+func until(t testing.TB, what string, limit time.Duration, ok func() bool) {
 	t.Helper()
 	for end := time.Now().Add(limit); !ok(); time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(end) {

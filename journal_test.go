@@ -95,7 +95,7 @@ func rawSlices(in []json.RawMessage) [][]byte {
 
 // readRecords reads a journal's lines and fails the test unless each is one
 // record and n runs from 0 without gaps.
-func readRecords(t *testing.T, path string) []record {
+func readRecords(t testing.TB, path string) []record {
 	t.Helper()
 	data, err := os.ReadFile(path)
 	needNil(t, err)

@@ -143,7 +143,7 @@ func boundUser(t *testing.T) (home string, uid int) {
 	return home, nobodyUID
 }
 
-func needNil(t *testing.T, err error) {
+func needNil(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)
@@ -151,7 +151,7 @@ func needNil(t *testing.T, err error) {
 }
 
 // shortHome is a home whose socket path fits, whatever the test is called.
-func shortHome(t *testing.T) string {
+func shortHome(t testing.TB) string {
 	t.Helper()
 	home, err := os.MkdirTemp("", "h")
 	needNil(t, err)

@@ -183,7 +183,8 @@ func guarded(cfg *config, transport http.RoundTripper, record io.Writer, stdout,
 		case code := <-done:
 			return code, nil
 		case sig := <-second:
-			h.killAll()
+			// owner: guarded; ends when no keeper is being started, which somebody may hold up; joined by the exit
+			go h.killAll()
 			code, leave = 128+int(sig.(syscall.Signal)), time.After(killWait)
 		case <-leave:
 			return code, nil
