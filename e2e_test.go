@@ -170,6 +170,15 @@ var built = sync.OnceValues(func() (string, error) {
 	return dir + "/belay", os.Symlink("belay", dir+"/loopd")
 })
 
+// ofTheBinary marks a long test that looks at the built binary alone. -short
+// leaves it out: .ci/run gives it with -race, which sees only this process.
+func ofTheBinary(t *testing.T) {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("long, and about the built binary alone: not in -short")
+	}
+}
+
 func belayBinary(t testing.TB) string {
 	t.Helper()
 	path, err := built()
@@ -521,6 +530,7 @@ func keepersOf(belay int) (pids []int) {
 // TestNothingIsLeft is the matrix: every kind of process under every way for
 // it to end. Each case first sees its victims alive.
 func TestNothingIsLeft(t *testing.T) {
+	ofTheBinary(t)
 	kinds := []string{"plain", "setsid", "daemon", "envless", "termign", "stopped", "stopdaemon"}
 	events := []string{"command ends", "timeout", "cancel", "run ends", "SIGINT", "SIGTERM", "SIGHUP", "reader leaves", "SIGKILL of belay", "SIGKILL of keeper"}
 	for _, kind := range kinds {
@@ -618,6 +628,7 @@ func matrixCase(t *testing.T, kind, event string) {
 }
 
 func TestForkStormDies(t *testing.T) {
+	ofTheBinary(t)
 	gcc, err := exec.LookPath("gcc")
 	if err != nil {
 		t.Skip("no gcc: the storm is written in C, a Go program forks too slowly")
@@ -890,6 +901,7 @@ func TestReaderThatLeavesBeforeTheAnswerReleasesNothing(t *testing.T) {
 // A kill of belay at any moment leaves no service whose receipt was not
 // written.
 func TestKillAtAnyMomentLeavesNoServiceWithoutReceipt(t *testing.T) {
+	ofTheBinary(t)
 	rounds := 40
 	if n, err := strconv.Atoi(os.Getenv("BELAY_SOAK")); err == nil {
 		rounds = n

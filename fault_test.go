@@ -25,14 +25,10 @@ import (
 // /proc, the reader of stdout, the next instant. Each fault has one right
 // outcome, and after each nothing is left.
 
-// soak is the number of rounds of a long test: BELAY_SOAK, or what CI can pay,
-// a third of it in -short.
+// soak is the number of rounds of a long test: BELAY_SOAK, or what CI can pay.
 func soak(rounds int) int {
 	if n, err := strconv.Atoi(os.Getenv("BELAY_SOAK")); err == nil {
 		return n
-	}
-	if testing.Short() {
-		return (rounds + 2) / 3
 	}
 	return rounds
 }
@@ -339,6 +335,7 @@ func (r *belayRun) clear(t *testing.T, tag string) {
 // torn. A receipt whose service is gone is possible, between the write and the
 // moment that the keepers let go: whoever sees no exit code 0 must not trust it.
 func TestKillAtRandomMoments(t *testing.T) {
+	ofTheBinary(t)
 	tally := map[string]int{}
 	span := deadline
 	for round := range soak(40) {
@@ -380,6 +377,7 @@ func TestKillAtRandomMoments(t *testing.T) {
 
 // SIGTERM at each event: a receipt and alive, or no receipt and gone.
 func TestTermAtEveryEventBoundary(t *testing.T) {
+	ofTheBinary(t)
 	released, stopped := 0, 0
 	for boundary := 0; ; boundary++ {
 		last := false
@@ -444,6 +442,7 @@ func termVerdict(t *testing.T, r *belayRun, format string, code int, when string
 // The same for the formats whose signals stay live up to the last byte, at
 // random moments near the end.
 func TestTermAtRandomMomentsInTextAndJSON(t *testing.T) {
+	ofTheBinary(t)
 	for _, format := range []string{"text", "json"} {
 		tally := map[int]int{}
 		span := deadline
@@ -477,6 +476,7 @@ func TestTermAtRandomMomentsInTextAndJSON(t *testing.T) {
 // As PID 1 of a container belay is the parent of every orphan, and signals
 // without a handler do not reach it: it reaps, and ends with the right code.
 func TestPid1(t *testing.T) {
+	ofTheBinary(t)
 	zombies := `n=0; for f in /proc/[0-9]*/stat; do read -r line < $f && case "$line" in *") Z "*) n=$((n+1));; esac; done 2>/dev/null; test $n -lt 2 && echo "zombies: few"`
 	orphans := "for i in 1 2 3 4 5; do setsid -f sh -c 'setsid -f true'; done; kill -9 $PPID"
 	for _, c := range []struct {
@@ -540,6 +540,7 @@ func usageOf(pid int) (fds, threads, rss int) {
 
 // Many commands in one run: nothing grows but the history.
 func TestManyCommands(t *testing.T) {
+	ofTheBinary(t)
 	total := 300
 	if soak(0) > 0 {
 		total = 10_000

@@ -379,6 +379,7 @@ func fileAttacks() []attempt {
 const setUp = "echo x > $TMPDIR/own; mkdir $TMPDIR/dir\n"
 
 func TestSandboxKeepsFilesOutside(t *testing.T) {
+	ofTheBinary(t)
 	needLandlock(t)
 	for _, mode := range []string{"read-only", "workspace-write"} {
 		for _, uid := range attackUsers() {
@@ -453,6 +454,7 @@ func stranger(t *testing.T, uid int) int {
 }
 
 func TestSandboxReachesNoOtherProcess(t *testing.T) {
+	ofTheBinary(t)
 	needLandlock(t)
 	for _, uid := range attackUsers() {
 		t.Run(fmt.Sprintf("uid %d", uid), func(t *testing.T) {
@@ -474,6 +476,7 @@ func listenUnix(t *testing.T, name string) {
 }
 
 func TestSandboxReachesNoNetwork(t *testing.T) {
+	ofTheBinary(t)
 	needLandlock(t)
 	for _, on := range []bool{false, true} {
 		for _, uid := range attackUsers() {
@@ -733,6 +736,7 @@ func TestFileToolsStayInside(t *testing.T) {
 
 // A directory that is swapped for a link to outside while the tools write.
 func TestFileToolsAgainstASwappedDirectory(t *testing.T) {
+	ofTheBinary(t)
 	needLandlock(t)
 	for _, uid := range attackUsers() {
 		f := newFront(t, uid, "")

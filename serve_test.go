@@ -1098,6 +1098,7 @@ func TestAnotherUserIsRefused(t *testing.T) {
 }
 
 func TestFortyStartsAndOneServes(t *testing.T) {
+	ofTheBinary(t)
 	f := newFakeLlama(t)
 	for round := range 10 {
 		home := f.home("")
@@ -1149,6 +1150,7 @@ func soakRounds(t *testing.T) int {
 // TestAKillAtAnyMomentLosesNothingThatWasTold kills the daemon at random moments
 // of running turns. The moment is that of the n-th frame, with n at random.
 func TestAKillAtAnyMomentLosesNothingThatWasTold(t *testing.T) {
+	ofTheBinary(t)
 	f := newFakeLlama(t)
 	tag := newTag(t)
 	f.turn = func(n int, body map[string]any) any {
