@@ -337,7 +337,8 @@ func TestRunbook(t *testing.T) {
 		}
 	}
 	for slug := range have {
-		if !used[slug] {
+		// The check of the server hands its anchors on as words of their own.
+		if !used[slug] && !bytes.Contains(s.text["serve.go"], []byte(`"`+slug+`"`)) {
 			t.Errorf("no message points at the section %s of the runbook", slug)
 		}
 	}
