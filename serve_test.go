@@ -1004,6 +1004,7 @@ func residentOf(t testing.TB, pid int) (kib int) {
 }
 
 func TestAClientThatNeverReadsLosesEventsAndNobodyElseDoes(t *testing.T) {
+	ofTheBinary(t)
 	f := newFakeLlama(t)
 	start := make(chan struct{}, 2)
 	const pieces, size = 5000, 10_000 // 50 MB
