@@ -381,7 +381,7 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 }
 
 // ask makes one model call. A history that is too long for the server is
-// shortened once, since shorten leaves nothing for a second time.
+// shortened twice at most: by half, then by all that may go.
 func (a *agent) ask(ctx context.Context) (*reply, error) {
 	request := &request{extra: a.extra, learned: &a.learned}
 	if a.jobs != nil {
@@ -395,7 +395,7 @@ func (a *agent) ask(ctx context.Context) (*reply, error) {
 		},
 		progress: func(processed, total int64) { a.emit("progress", "processed", processed, "total", total) },
 	}
-	for {
+	for half := true; ; half = false {
 		request.messages = nil
 		for _, m := range a.history {
 			request.messages = append(request.messages, m.raw)
@@ -409,7 +409,7 @@ func (a *agent) ask(ctx context.Context) (*reply, error) {
 		case err == nil:
 			a.account(r.usage, time.Since(began))
 			return r, nil
-		case !told || api.category != "context_length" || !a.shorten():
+		case !told || api.category != "context_length" || !a.shorten(half):
 			return nil, err
 		}
 	}
@@ -430,15 +430,22 @@ func (a *agent) account(u *usage, took time.Duration) {
 	a.emit("turn_usage", "turn", a.turns, "input_tokens", u.input, "output_tokens", u.output, "cached_tokens", u.cached, "reasoning_tokens", u.reasoning, "duration_ms", took.Milliseconds())
 }
 
-// shorten replaces all tool results but those of the newest two turns by a note
-// of their size. False: nothing to shorten.
-func (a *agent) shorten() bool {
-	names := ""
+// shorten replaces tool results by a note of their size, but those of the newest
+// two turns: the older half of them, or all. False: nothing to shorten.
+func (a *agent) shorten(half bool) bool {
+	var old []*message
 	for i := range a.history {
 		if m := &a.history[i]; m.callID != "" && m.turn < a.turns-2 {
-			names += " " + m.callID
-			m.raw, m.callID = toolMessage(m.callID, fmt.Sprintf("[this result of %d bytes was left out to make room]", len(m.raw))), ""
+			old = append(old, m)
 		}
+	}
+	if half {
+		old = old[:(len(old)+1)/2]
+	}
+	names := ""
+	for _, m := range old {
+		names += " " + m.callID
+		m.raw, m.callID = toolMessage(m.callID, fmt.Sprintf("[this result of %d bytes was left out to make room]", len(m.raw))), ""
 	}
 	if names != "" {
 		a.emit("notice", "message", "the context is too long for the server; results left out:"+names)
