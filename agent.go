@@ -585,10 +585,10 @@ func (a *agent) report(j *job, ended string) toolResult {
 		state = "cancelled"
 	case j.last.Kind != "gone":
 		state, r.category = j.last.Text, "execution_failed"
-	case j.status.Signaled():
-		state, r.category = "killed by "+signalName(j.status.Signal()), "exit_status"
+	case j.last.Status.Signaled():
+		state, r.category = "killed by "+signalName(j.last.Status.Signal()), "exit_status"
 	default:
-		r.exit = new(j.status.ExitStatus())
+		r.exit = new(j.last.Status.ExitStatus())
 		state, r.category = fmt.Sprintf("exit code %d", *r.exit), keep("exit_status", *r.exit != 0)
 	}
 	r.text += "\n" + state

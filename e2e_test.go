@@ -1001,7 +1001,8 @@ func TestReusedPidIsRefused(t *testing.T) {
 		{"boot", "gone", func(r *receipt) { r.BootID = "other" }, 0},
 		{"pid namespace", "unknown", func(r *receipt) { r.PIDNS = "pid:[1]" }, 1},
 	} {
-		rec := receipt{TaskID: "shell_00000001", PID: p.pid, PGID: p.pid, StartTime: p.start, BootID: bootID(), PIDNS: pidNS()}
+		boot, ns := place()
+		rec := receipt{TaskID: "shell_00000001", PID: p.pid, PGID: p.pid, StartTime: p.start, BootID: boot, PIDNS: ns}
 		c.change(&rec)
 		os.WriteFile(home+"/services/released.jsonl", append(jsonOf(rec), '\n'), 0o600)
 		r := prepare(t, nil, "--home", home, "services", "stop", rec.TaskID).finish(c.code)

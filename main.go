@@ -248,6 +248,7 @@ func receipts(home string) (all []receipt, err error) {
 // state says what became of a service: of these the first that is true.
 func (r receipt) state() string {
 	p, ok := readProc(r.PID)
-	return cmp.Or(keep("gone", r.BootID != bootID()), keep("unknown", r.PIDNS != pidNS()), keep("pid reused", ok && p.start != r.StartTime),
+	boot, ns := place()
+	return cmp.Or(keep("gone", r.BootID != boot), keep("unknown", r.PIDNS != ns), keep("pid reused", ok && p.start != r.StartTime),
 		keep("gone", !ok || p.dead()), "running")
 }

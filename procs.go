@@ -7,11 +7,11 @@ import (
 	"bytes"
 	"cmp"
 	"context"
-	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -49,14 +49,14 @@ const (
 	keeperName, ctlFD = "cmd-keeper", 3                         // argv[0] and comm: kill by name must not hit belay and all keepers at once; the socketpair's end
 	grace, stopGrace  = 500 * time.Millisecond, 5 * time.Second // between TERM and KILL, of a command and of a released service
 	wedged, endBound  = grace + time.Second, 10 * time.Second   // until a keeper that ends its tree is killed itself; until a tree is given up
-	eofWait, pause    = time.Second, 3 * time.Millisecond       // for the end of the output once the tree is gone; between two looks at a tree
-	// from a keeper to its command: milliseconds, unless somebody stopped it or a directory hangs; one Read, Write or Edit
-	startBound, fileBound = 5 * time.Second, 30 * time.Second
+	// For the end of the output once the tree is gone; between two looks at a tree; from a keeper to its command
+	// (milliseconds, unless somebody stopped it or a directory hangs); one Read, Write or Edit.
+	eofWait, pause, startBound, fileBound = time.Second, 3 * time.Millisecond, 5 * time.Second, 30 * time.Second
 
-	headKeep, tailKeep   = 6000, 24000        // bytes of a long output shown from its start and from its end
-	spillMax, fileMax    = 64 << 20, 64 << 20 // bytes of one output kept in the scratch directory; of a file for Read and Edit
-	readLines, readBytes = 2000, 50 << 10     // one Read
-	commandMax, logTail  = 131071, 2000       // bytes of one argument: MAX_ARG_STRLEN less the NUL, execve(2); of a dead service's log in the error
+	headKeep, tailKeep = 6000, 24000        // bytes of a long output shown from its start and from its end
+	spillMax, fileMax  = 64 << 20, 64 << 20 // bytes of one output kept in the scratch directory; of a file for Read and Edit
+	// One Read; bytes of one argument (MAX_ARG_STRLEN less the NUL, execve(2)); of a dead service's log in the error.
+	readLines, readBytes, commandMax, logTail = 2000, 50 << 10, 131071, 2000
 )
 
 // proc is one line of the process list. pid and start together name a process
@@ -167,10 +167,9 @@ func endTree(list func() []proc) string {
 	}
 }
 
-// signalName gives SIGTERM and the like.
+// signalName gives SIGTERM and the like, from a table of x/sys: no system call.
 func signalName(sig syscall.Signal) string {
-	// A table of x/sys, no system call.
-	return cmp.Or(unix.SignalName(sig), fmt.Sprintf("signal %d", int(sig)))
+	return cmp.Or(unix.SignalName(sig), fmt.Sprint("signal ", int(sig)))
 }
 
 // jobSpec travels to the keeper over fd 3 as JSON: never in argv, which every
@@ -390,14 +389,11 @@ func (r *fileRequest) number(b []byte) (string, error) {
 // process's memory or environment.
 func readRegular(path string) ([]byte, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	fi, err := f.Stat()
+	defer f.Close() // nil after an error, which its methods bear
+	fi, statErr := f.Stat()
 	var fs unix.Statfs_t
 	// fstatfs(2) on the descriptor that is read afterwards: no race with a rename.
-	err = cmp.Or(err, unix.Fstatfs(int(f.Fd()), &fs))
+	err = cmp.Or(err, statErr, unix.Fstatfs(int(f.Fd()), &fs))
 	switch {
 	case err != nil:
 		return nil, err
@@ -594,6 +590,7 @@ func dropCapabilities() error {
 	return cmp.Or(err, unix.Capset(&head, &data[0]))
 }
 
+// seccompArch is 0 where the filter is not written for the processor.
 func seccompArch() uint32 {
 	return map[string]uint32{"amd64": unix.AUDIT_ARCH_X86_64, "arm64": unix.AUDIT_ARCH_AARCH64}[runtime.GOARCH]
 }
@@ -661,11 +658,7 @@ func newHost() (*host, error) {
 
 // hold keeps everything alive while receipts are written, and for good once
 // services are let go: from then on belay signals nothing.
-func (h *host) hold(on bool) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	h.held = on
-}
+func (h *host) hold(on bool) { h.mu.Lock(); h.held = on; h.mu.Unlock() }
 
 // killAll orders every keeper to kill at once: a second signal.
 func (h *host) killAll() {
@@ -752,8 +745,7 @@ type job struct {
 
 	pid int // of the command, set before start returns
 	// owned by follow until gone is closed
-	last   note
-	status unix.WaitStatus
+	last note
 }
 
 // newJobs makes the scratch directory and decides about the sandbox, before
@@ -838,11 +830,7 @@ func (c *confinement) redirects(scratch string) (env []string) {
 	return append(env, "GIT_CONFIG_GLOBAL="+scratch+"/gitconfig")
 }
 
-func randomHex() string {
-	b := make([]byte, 4)
-	rand.Read(b) // never fails (crypto/rand)
-	return fmt.Sprintf("%x", b)
-}
+func randomHex() string { return fmt.Sprintf("%08x", rand.Uint32()) }
 
 // start runs a command under a keeper of its own and returns when it runs or
 // why it does not. log, which it closes, makes it a persistent service; stdin
@@ -931,7 +919,6 @@ func (j *job) follow(h *host, spec jobSpec) {
 	if f := j.out.file; f.Close() == nil && j.out.spilled <= headKeep+tailKeep {
 		os.Remove(f.Name()) // it says no more than the results did
 	}
-	j.status = j.last.Status
 	j.over.Store(true)
 	close(j.said)
 	close(j.gone)
@@ -973,10 +960,9 @@ func (t *jobs) file(ctx context.Context, r *fileRequest) (string, error) {
 	if err := t.launch(j, jobSpec{File: r, Confine: t.confine}); err != nil {
 		return "", err
 	}
-	if !j.wait(ctx, fileBound) {
-		j.cmd.Process.Kill()
-		<-j.gone
-	}
+	j.wait(ctx, fileBound)
+	j.cmd.Process.Kill() // an error means that it has exited
+	<-j.gone
 	if j.last.Kind != "file" {
 		return "", errors.New(j.last.Text)
 	}
@@ -1087,24 +1073,20 @@ type receipt struct {
 	Withdrawn bool   `json:"withdrawn,omitempty"` // the run failed after this record: the service was ended
 }
 
-func bootID() string {
+// place names this boot and this PID namespace.
+func place() (boot, ns string) {
 	b, _ := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	return strings.TrimSpace(string(b))
-}
-
-func pidNS() string {
-	ns, _ := os.Readlink("/proc/self/ns/pid")
-	return ns
+	ns, _ = os.Readlink("/proc/self/ns/pid")
+	return strings.TrimSpace(string(b)), ns
 }
 
 // serviceLog makes the log of a new service: the null device and a reason
 // where the home cannot be written.
 func (t *jobs) serviceLog() (f *os.File, why error) {
-	dir := filepath.Join(t.opts.home, "services")
+	path := filepath.Join(t.opts.home, "services", "shell_"+randomHex()+".log")
 	if why = errors.New("HOME is not set"); t.opts.home != "" {
-		if why = os.MkdirAll(dir, 0o700); why == nil {
-			f, why = os.OpenFile(filepath.Join(dir, "shell_"+randomHex()+".log"), os.O_WRONLY|os.O_CREATE|os.O_EXCL|os.O_APPEND, 0o600)
-		}
+		os.MkdirAll(filepath.Dir(path), 0o700) // its error shows in the next line
+		f, why = os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL|os.O_APPEND, 0o600)
 	}
 	if why != nil {
 		f, _ = os.OpenFile(os.DevNull, os.O_WRONLY, 0) // nil would make the command no service; belay does not run without it
@@ -1116,11 +1098,12 @@ func (t *jobs) serviceLog() (f *os.File, why error) {
 // last lines of its log.
 func (t *jobs) confirm(j *job) (receipt, error) {
 	p, ok := readProc(j.pid)
+	boot, ns := place()
 	j.order(orderAlive)
 	select {
 	case pid := <-j.said:
 		if ok && pid == p.pid {
-			return receipt{TaskID: j.id, PID: j.pid, PGID: j.pid, StartTime: p.start, BootID: bootID(), PIDNS: pidNS(),
+			return receipt{TaskID: j.id, PID: j.pid, PGID: j.pid, StartTime: p.start, BootID: boot, PIDNS: ns,
 				Command: j.command, Workspace: t.opts.workspace, Log: j.log, At: time.Now().UTC().Format(time.RFC3339)}, nil
 		}
 	case <-time.After(time.Second):
@@ -1135,16 +1118,15 @@ func (t *jobs) confirm(j *job) (receipt, error) {
 // recordRelease appends receipts to the list of a home, if there are both, and
 // syncs it.
 func recordRelease(home string, receipts []receipt) error {
-	var b []byte
+	var b bytes.Buffer
 	for _, r := range receipts {
-		line, _ := json.Marshal(r) // strings and numbers always encode
-		b = append(append(b, line...), '\n')
+		json.NewEncoder(&b).Encode(r) // strings and numbers always encode
 	}
-	if home == "" || b == nil {
+	if home == "" || b.Len() == 0 {
 		return nil
 	}
 	f, err := os.OpenFile(filepath.Join(home, "services", "released.jsonl"), os.O_WRONLY|os.O_CREATE|os.O_APPEND|unix.O_NOFOLLOW, 0o600)
-	_, writeErr := f.Write(b) // without the file an error too, as Sync and Close give then
+	_, writeErr := f.Write(b.Bytes()) // without the file an error too, as Sync and Close give then
 	return cmp.Or(err, writeErr, f.Sync(), f.Close())
 }
 
@@ -1153,9 +1135,8 @@ func recordRelease(home string, receipts []receipt) error {
 // is held by then, so that belay signals none of them any more.
 func (j *job) letGo() {
 	j.order(orderLetGo)
-	if !j.wait(context.Background(), time.Second) {
-		j.cmd.Process.Kill()
-	}
+	j.wait(context.Background(), time.Second)
+	j.cmd.Process.Kill() // an error means that it has exited
 }
 
 // stop ends the service's session and everything below it: TERM, stopGrace,
