@@ -389,8 +389,8 @@ func (r *fileRequest) number(b []byte) (string, error) {
 // process's memory or environment.
 func readRegular(path string) ([]byte, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
-	defer f.Close() // nil after an error, which its methods bear
-	fi, statErr := f.Stat()
+	fi, statErr := f.Stat() // f is nil after an error, which its methods bear
+	defer f.Close()
 	var fs unix.Statfs_t
 	// fstatfs(2) on the descriptor that is read afterwards: no race with a rename.
 	err = cmp.Or(err, statErr, unix.Fstatfs(int(f.Fd()), &fs))
