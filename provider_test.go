@@ -1517,6 +1517,13 @@ func recordedRun(t *testing.T, answers ...any) (r *belayRun, tape string) {
 	return r, tape
 }
 
+// hangUp closes the connection without a response.
+func hangUp(w http.ResponseWriter, _ *http.Request) {
+	if conn, _, err := w.(http.Hijacker).Hijack(); err == nil {
+		conn.Close()
+	}
+}
+
 func torn(w http.ResponseWriter, r *http.Request) {
 	for _, piece := range []string{"data: {\"choices\":[{\"index\":0,\"delta\":{\"reasoning_content\":\"hm \xf0\x9f", "\xa6\x80\"}}]}\n\n", callOf(`{"command":"echo one; exit 3"}`), sse(endBit("tool_calls"), "[DONE]")} {
 		io.WriteString(w, piece)
@@ -1529,6 +1536,7 @@ func TestReplayGivesTheSameEvents(t *testing.T) {
 	for name, answers := range map[string][]any{
 		"tools":  {torn, calls("Bash", map[string]any{"command": "echo two"}, map[string]any{"action": "none"}), say("done")},
 		"errors": {delayed(429, `{"error":"slow"}`, "Retry-After-Ms", "5"), delta(map[string]any{"content": "half"}, nil), torn, status(503, ""), say("done")},
+		"gone":   {hangUp, torn, say("done")},
 		"cut":    {cutOff(delta(map[string]any{"content": "half"}, nil)), torn, say("done")},
 		"whole":  {status(200, `{"choices":[{"index":0,"message":{"role":"assistant","content":"done"},"finish_reason":"stop"}]}`)},
 	} {

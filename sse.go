@@ -342,7 +342,11 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 		return c.receive(ctx, cancel, resp, b)
 	}
 	e := &apiError{category: "network", message: err.Error(), retryable: !errors.Is(err, errReplayEnd)}
-	if context.Cause(ctx) == errSilent {
+	silent := context.Cause(ctx) == errSilent || errors.Is(err, errSilent)
+	if c.record != nil && (silent || ctx.Err() == nil) { // no response is one too, or a replay would lack its retry; an error shows with the next
+		json.NewEncoder(c.record).Encode(recorded{Body: []recordedPiece{}, End: cmp.Or(map[bool]string{true: "open"}[silent], e.message)})
+	}
+	if silent {
 		e.category, e.message = "stall", errSilent.Error()
 	}
 	if certificate := (*tls.CertificateVerificationError)(nil); errors.As(err, &certificate) {
@@ -940,7 +944,7 @@ func newReplayer(data []byte) (http.RoundTripper, error) {
 		var line recorded
 		d := json.NewDecoder(bytes.NewReader(raw))
 		d.DisallowUnknownFields()
-		if err := d.Decode(&line); err != nil || d.More() || raw[len(raw)-1] != '\n' || line.Status < 100 || line.End == "" {
+		if err := d.Decode(&line); err != nil || d.More() || raw[len(raw)-1] != '\n' || line.Status < 100 && (line.Status != 0 || len(line.Body) > 0) || line.End == "" {
 			return nil, fmt.Errorf("read the recording, line %d: no whole response as --record writes it: %w", len(lines)+1, cmp.Or(err, io.ErrUnexpectedEOF))
 		}
 		lines = append(lines, line)
@@ -956,7 +960,9 @@ func newReplayer(data []byte) (http.RoundTripper, error) {
 		}
 		end := cmp.Or(map[string]error{io.EOF.Error(): io.EOF, "open": errSilent}[line.End], errors.New(line.End))
 		body = append(body, readerFunc(func([]byte) (int, error) { return 0, end }))
-		next++
+		if next++; line.Status == 0 {
+			return nil, end
+		}
 		return &http.Response{StatusCode: line.Status, Header: line.Headers, Body: io.NopCloser(io.MultiReader(body...))}, nil
 	}), nil
 }
