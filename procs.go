@@ -167,8 +167,9 @@ func endTree(list func() []proc) string {
 	}
 }
 
-// signalName gives SIGTERM and the like, from a table of x/sys: no system call.
+// signalName gives SIGTERM and the like.
 func signalName(sig syscall.Signal) string {
+	// A table of x/sys, no system call.
 	return cmp.Or(unix.SignalName(sig), fmt.Sprint("signal ", int(sig)))
 }
 
