@@ -612,9 +612,19 @@ func TestStoppedKeeperAndKilledBelay(t *testing.T) {
 func TestKeepersThatAreStoppedAtTheirStart(t *testing.T) {
 	t.Parallel()
 	var r *belayRun
+	stopped := make(chan struct{})
 	p := serve(t, bash("true"), answer(func() string {
-		go func() { // ends with belay
-			for seen := map[int]bool{}; alive(r.cmd.Process.Pid); {
+		go func() { // ends with belay, and then wakes what it stopped too late for belay to see
+			defer close(stopped)
+			seen := map[int]bool{}
+			defer func() {
+				for pid := range seen {
+					if name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid)); strings.HasPrefix(string(name), keeperName) {
+						syscall.Kill(pid, syscall.SIGCONT)
+					}
+				}
+			}()
+			for alive(r.cmd.Process.Pid) {
 				b, _ := os.ReadFile("/proc/loadavg") // its last word is the newest pid
 				f := strings.Fields(string(b))
 				newest, _ := strconv.Atoi(f[len(f)-1])
@@ -631,6 +641,7 @@ func TestKeepersThatAreStoppedAtTheirStart(t *testing.T) {
 	}), say("done"))
 	r = execRun(t, p)
 	r.finish(0)
+	<-stopped
 	for _, e := range r.events("tool_result")[1:] {
 		t.Logf("%v ms: %v", e["duration_ms"], e["output"])
 	}
