@@ -320,6 +320,21 @@ func (r *belayRun) start() *belayRun {
 	return r
 }
 
+// piped starts the run with its stdout in a pipe and gives the end that the
+// test reads from, or leaves.
+func (r *belayRun) piped() *os.File {
+	r.t.Helper()
+	read, write, err := os.Pipe()
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	r.t.Cleanup(func() { read.Close() })
+	r.cmd.Stdout = write
+	r.start()
+	write.Close()
+	return read
+}
+
 // wait gives the exit code; a process that does not end fails the test.
 func (r *belayRun) wait() int {
 	r.t.Helper()
@@ -570,14 +585,7 @@ func matrixCase(t *testing.T, kind, event string) {
 	}
 	p := serve(t, replies...)
 	r := execRun(t, p)
-	read, write, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer read.Close()
-	r.cmd.Stdout = write
-	r.start()
-	write.Close()
+	read := r.piped()
 	drained := make(chan struct{})
 	if event != "reader leaves" {
 		go func() { io.Copy(&r.out, read); close(drained) }()
@@ -732,13 +740,7 @@ func TestReaderThatLeavesIsNoticedInSilence(t *testing.T) {
 	t.Parallel()
 	p := serve(t, bash("sleep 300"))
 	r := execRun(t, p)
-	read, write, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	r.cmd.Stdout = write
-	r.start()
-	write.Close()
+	read := r.piped()
 	in := bufio.NewReader(read)
 	until(t, "the tool_use event", deadline, func() bool { line, _ := in.ReadString('\n'); return strings.Contains(line, `"tool_use"`) })
 	read.Close()
@@ -878,13 +880,7 @@ func TestReaderThatLeavesBeforeTheAnswerReleasesNothing(t *testing.T) {
 		<-left
 		io.WriteString(w, say("done"))
 	}))
-	read, write, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	r.cmd.Stdout = write
-	r.start()
-	write.Close()
+	read := r.piped()
 	in := bufio.NewReader(read)
 	until(t, "tool_result", deadline, func() bool { line, _ := in.ReadString('\n'); return strings.Contains(line, `"tool_result"`) })
 	pid := pidFile(t, r.workspace+"/service.pid")

@@ -551,14 +551,7 @@ func TestSignalWhileTheResultIsWritten(t *testing.T) {
 	t.Parallel()
 	p := serve(t, calls("Bash", persist(serviceCommand)), bash("until test -s service.pid; do sleep 0.02; done"), say(strings.Repeat("word ", 40_000)))
 	r := execRun(t, p, "--output-format", "json")
-	read, write, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer read.Close()
-	r.cmd.Stdout = write
-	r.start()
-	write.Close()
+	read := r.piped()
 	pid := pidFile(t, r.workspace+"/service.pid")
 	until(t, "the receipt is recorded", deadline, func() bool {
 		b, _ := os.ReadFile(r.home + "/.belay/services/released.jsonl")

@@ -103,14 +103,7 @@ func TestStalledReaderThenTerm(t *testing.T) {
 	long := strings.Repeat("x", 60_000)
 	p := serve(t, calls("Bash", map[string]any{"command": self + " victim " + tag + " daemon; sleep 300", "background": true}), delta(map[string]any{"content": long}, nil)+delta(map[string]any{"content": long}, nil)+bash("echo never"), hang)
 	r := execRun(t, p)
-	read, write, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer read.Close()
-	r.cmd.Stdout = write
-	r.start()
-	write.Close()
+	read := r.piped()
 	until(t, "the victim and the second request", deadline, func() bool { return victims(tag, "daemon") && p.count() == 2 })
 	until(t, "the pipe is full", deadline, func() bool { return !takesOneWrite(int(read.Fd()), 0) && queued(read) >= 60_000 })
 	began := time.Now()
