@@ -53,8 +53,8 @@ const (
 	// (milliseconds, unless somebody stopped it or a directory hangs); one Read, Write or Edit.
 	eofWait, pause, startBound, fileBound = time.Second, 3 * time.Millisecond, 5 * time.Second, 30 * time.Second
 
-	headKeep, tailKeep = 6000, 24000        // bytes of a long output shown from its start and from its end
-	spillMax, fileMax  = 64 << 20, 64 << 20 // bytes of one output kept in the scratch directory; of a file for Read and Edit
+	headKeep, tailKeep          = 6000, 24000           // bytes of a long output shown from its start and from its end
+	spillMax, fileMax, spareMax = 64 << 20, 64 << 20, 6 // bytes of one output kept in the scratch directory; of a file for Read and Edit; threads of a keeper
 	// One Read; bytes of one argument (MAX_ARG_STRLEN less the NUL, execve(2)); of a dead service's log in the error.
 	readLines, readBytes, commandMax, logTail = 2000, 50 << 10, 131071, 2000
 )
@@ -107,11 +107,11 @@ func processes() (all []proc) {
 	return all
 }
 
-// below gives the living descendants of root in all, without those that skip
-// names and what is below them.
+// below gives the living descendants of root in all, without those that skip,
+// if there is one, names and what is below them.
 func below(all []proc, root int, skip func(proc) bool) (out []proc) {
 	for _, p := range all {
-		if p.ppid == root && !skip(p) {
+		if p.ppid == root && (skip == nil || !skip(p)) {
 			if !p.dead() {
 				out = append(out, p)
 			}
@@ -120,8 +120,6 @@ func below(all []proc, root int, skip func(proc) bool) (out []proc) {
 	}
 	return out
 }
-
-func nobody(proc) bool { return false }
 
 // signalAll signals the processes that were listed and no others: FindProcess
 // takes a pidfd first and the start time is compared afterwards, so a reused
@@ -212,6 +210,15 @@ type keeper struct {
 func keeperMain() int {
 	runtime.LockOSThread()
 	k := &keeper{ctl: os.NewFile(ctlFD, keeperName)}
+	// Where no thread can be had (RLIMIT_NPROC, pids.max) the Go runtime ends a process that wants one, and an ended
+	// keeper leaves its tree. So it takes all that it can need before there is a tree; the runtime keeps idle threads.
+	var there, idle sync.WaitGroup
+	runtime.GOMAXPROCS(1)
+	there.Add(spareMax)
+	for range spareMax {
+		idle.Go(func() { runtime.LockOSThread(); there.Done(); there.Wait(); runtime.UnlockOSThread() })
+	}
+	idle.Wait()
 	in := bufio.NewReader(k.ctl)
 	line, _ := in.ReadBytes('\n')
 	var spec jobSpec
@@ -246,8 +253,8 @@ func (k *keeper) tell(n note) { json.NewEncoder(k.ctl).Encode(n) }
 // run starts the command and stays until its tree is gone or it may let go,
 // and says which. orders is the rest of what belay sends.
 func (k *keeper) run(spec jobSpec, orders io.ByteReader) (kind string, err error) {
-	sys := &syscall.SysProcAttr{Setsid: true, Pdeathsig: map[bool]syscall.Signal{false: unix.SIGKILL}[spec.Persist]}
-	attr := &syscall.ProcAttr{Dir: spec.Dir, Env: os.Environ(), Files: []uintptr{0, 1, 2}, Sys: sys}
+	attr := &syscall.ProcAttr{Dir: spec.Dir, Env: os.Environ(), Files: []uintptr{0, 1, 2},
+		Sys: &syscall.SysProcAttr{Setsid: true, Pdeathsig: map[bool]syscall.Signal{false: unix.SIGKILL}[spec.Persist]}}
 	// fork and execve(2) with descriptors 0, 1 and 2 only; an error such as ENOENT is the command's.
 	if k.leader, err = syscall.ForkExec(spec.Argv[0], spec.Argv, attr); err != nil {
 		return "", fmt.Errorf("cannot start %s in %s: %w", spec.Argv[0], spec.Dir, err)
@@ -317,7 +324,7 @@ func (k *keeper) reap() bool {
 // tree lists what lives below the keeper, after reaping what does not.
 func (k *keeper) tree() []proc {
 	k.reap()
-	return below(processes(), os.Getpid(), nobody)
+	return below(processes(), os.Getpid(), nil)
 }
 
 // beParent readies belay or a keeper for what it starts: every descriptor above
@@ -364,16 +371,14 @@ func (r *fileRequest) do() (string, error) {
 
 // number gives numbered lines, at most readLines and readBytes of them.
 func (r *fileRequest) number(b []byte) (string, error) {
-	lines := slices.Collect(strings.Lines(strings.ToValidUTF8(string(b), "\uFFFD")))
-	first := max(r.Offset, 1)
+	lines, first := slices.Collect(strings.Lines(strings.ToValidUTF8(string(b), "\uFFFD"))), max(r.Offset, 1)
 	switch {
 	case bytes.IndexByte(b, 0) >= 0:
 		return "", fmt.Errorf("%s is a binary file", r.Path)
 	case first > max(len(lines), 1):
 		return "", fmt.Errorf("%s has only %d lines", r.Path, len(lines))
 	}
-	var out []byte
-	n := first
+	out, n := []byte(nil), first
 	for last := min(len(lines), first-1+cmp.Or(min(r.Limit, readLines), readLines)); n <= last && len(out) <= readBytes; n++ {
 		out = fmt.Appendf(out, "%6d\t%s\n", n, strings.TrimRight(lines[n-1], "\r\n"))
 	}
@@ -486,8 +491,7 @@ func (c *confinement) grants(path string) bool {
 
 // lacks names what this kernel's Landlock cannot do, "" for nothing.
 func (c *confinement) lacks() string {
-	missing := map[bool]string{true: "truncate, which is filtered instead, and "}[c.ABI < 3]
-	return map[bool]string{true: "sandbox: Landlock lacks " + missing + "scopes of signals and abstract sockets here"}[c.ABI < 6]
+	return map[bool]string{true: "sandbox: Landlock lacks " + map[bool]string{true: "truncate, which is filtered instead, and "}[c.ABI < 3] + "scopes of signals and abstract sockets here"}[c.ABI < 6]
 }
 
 // gitCommon is the repository of a linked worktree, "" where there is none.
@@ -548,8 +552,7 @@ func (c *confinement) apply() error {
 // an atomic replacement needs REMOVE, REFER and TRUNCATE beside WRITE. IOCTL
 // stays free, it would break terminals for little.
 func (c *confinement) landlock() error {
-	const file = unix.LANDLOCK_ACCESS_FS_WRITE_FILE | unix.LANDLOCK_ACCESS_FS_TRUNCATE
-	const read = unix.LANDLOCK_ACCESS_FS_EXECUTE | unix.LANDLOCK_ACCESS_FS_READ_FILE | unix.LANDLOCK_ACCESS_FS_READ_DIR
+	const file, read = unix.LANDLOCK_ACCESS_FS_WRITE_FILE | unix.LANDLOCK_ACCESS_FS_TRUNCATE, unix.LANDLOCK_ACCESS_FS_EXECUTE | unix.LANDLOCK_ACCESS_FS_READ_FILE | unix.LANDLOCK_ACCESS_FS_READ_DIR
 	attr := unix.LandlockRulesetAttr{ // the newest right that we handle, and all before it
 		Handled_access_fs:  (2*unix.LANDLOCK_ACCESS_FS_TRUNCATE - 1) &^ read &^ map[bool]uint64{true: unix.LANDLOCK_ACCESS_FS_TRUNCATE}[c.ABI < 3],
 		Handled_access_net: map[bool]uint64{true: unix.LANDLOCK_ACCESS_NET_BIND_TCP | unix.LANDLOCK_ACCESS_NET_CONNECT_TCP}[c.ABI >= 4 && !c.Network],
@@ -585,8 +588,7 @@ func dropCapabilities() error {
 	var data [2]unix.CapUserData // all kept ones are in the first word
 	// capget(2) of this thread.
 	err := unix.Capget(&head, &data[0])
-	have := data[0].Permitted & keep
-	data = [2]unix.CapUserData{{Effective: have, Permitted: have}}
+	data = [2]unix.CapUserData{{Effective: data[0].Permitted & keep, Permitted: data[0].Permitted & keep}}
 	// capset(2) of this thread; lowering is always allowed.
 	return cmp.Or(err, unix.Capset(&head, &data[0]))
 }
@@ -607,8 +609,9 @@ func (c *confinement) filterCalls() error {
 		is, from, ret = unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, unix.BPF_JMP | unix.BPF_JGE | unix.BPF_K, unix.BPF_RET | unix.BPF_K
 		nosys, deny   = unix.SECCOMP_RET_ERRNO | uint32(unix.ENOSYS), unix.SECCOMP_RET_ERRNO | uint32(unix.EACCES)
 
-		nr, arch, args = 0, 4, 16      // offsets in struct seccomp_data; args are 8 bytes each, low half first
-		openAMD64, x32 = 2, 0x40000000 // open(2), which arm64 does not have; the first call of amd64's x32 ABI
+		// Offsets in struct seccomp_data (args are 8 bytes each, low half first); open(2), which arm64 does not have;
+		// the first call of amd64's x32 ABI.
+		nr, arch, args, openAMD64, x32 = 0, 4, 16, 2, 0x40000000
 	)
 	type op unix.SockFilter // code, jumps for yes and no in instructions, operand
 	ops := []op{{load, 0, 0, arch}, {is, 1, 0, seccompArch()}, {ret, 0, 0, nosys},
@@ -651,7 +654,7 @@ func newHost() (*host, error) {
 	}
 	self, _ := readProc(os.Getpid())
 	h := &host{pid: self.pid, foreign: map[int]bool{}, sessions: map[int]bool{self.sid: true}, keepers: map[int]*job{}}
-	for _, p := range below(processes(), h.pid, nobody) {
+	for _, p := range below(processes(), h.pid, nil) {
 		h.foreign[p.pid], h.sessions[p.sid] = true, true
 	}
 	return h, nil
@@ -1148,7 +1151,7 @@ func (r receipt) stop() (left string) {
 		all := processes()
 		for _, p := range all {
 			if p.sid == r.PID || seen[p.pid] == p.start {
-				for _, q := range append(below(all, p.pid, nobody), p) {
+				for _, q := range append(below(all, p.pid, nil), p) {
 					seen[q.pid] = q.start
 				}
 			}
