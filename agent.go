@@ -305,7 +305,7 @@ type agent struct {
 	jobs       *jobs // nil: no tools are offered
 	extra      map[string]any
 	emit       func(kind string, pairs ...any)
-	journal    func(kind string, message json.RawMessage) error // nothing goes on before it has returned
+	journal    func(record) error // nothing goes on before it has returned
 	noNetwork  bool
 	noServices string // why persist is refused here, "" if it is not
 
@@ -324,20 +324,20 @@ type message struct {
 }
 
 // newAgent makes the conversation of a configuration, for exec and serve.
-func newAgent(cfg *config, t *jobs, transport http.RoundTripper, record io.Writer, trace func(string)) *agent {
+func newAgent(cfg *config, t *jobs, transport http.RoundTripper, tape io.Writer, trace func(string)) *agent {
 	return &agent{
 		client: newClient(clientOptions{url: cfg.url, socket: cfg.socket, header: cfg.keyHeader, key: cfg.key.reveal(), keyNote: cfg.keyNote,
 			model: cfg.model, maxTokens: cfg.maxTokens, temperature: cfg.temperature, topP: cfg.topP, seed: cfg.seed, reasoningEffort: cfg.reasoningEffort,
-			liveness: cfg.liveness, backoff: cfg.backoff, version: version(), transport: transport, record: record, trace: trace}),
+			liveness: cfg.liveness, backoff: cfg.backoff, version: version(), transport: transport, record: tape, trace: trace}),
 		cfg: cfg, jobs: t, noNetwork: t != nil && t.confine != nil && !cfg.network, learned: learned{dropped: map[string]bool{}, ids: map[string]bool{}},
-		journal: func(string, json.RawMessage) error { return nil }, // but for serve
+		journal: func(record) error { return nil }, // but for serve
 	}
 }
 
-func (a *agent) add(kind string, m message) error {
-	m.turn = a.turns
-	a.history = append(a.history, m)
-	return a.journal(kind, m.raw)
+// add takes a message into the history and the journal.
+func (a *agent) add(rec record) error {
+	a.history = append(a.history, message{raw: rec.Message, callID: rec.Call, turn: a.turns})
+	return a.journal(rec)
 }
 
 // run is the turn loop: ask, run the calls of a reply that ended properly,
@@ -364,7 +364,11 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 			return "", failed("length", "%d replies in a row were cut at the output limit; raise infer.max_tokens", lengths)
 		}
 		if answer += r.text; r.text != "" || len(r.calls) > 0 {
-			err = a.add("assistant", message{raw: assistantMessage(r, r.calls)})
+			rec := record{Type: recAssistant, Message: assistantMessage(r, r.calls)}
+			for _, c := range r.calls {
+				rec.Calls = append(rec.Calls, c.id)
+			}
+			err = a.add(rec)
 		}
 		for _, c := range r.calls {
 			if answer = ""; err == nil {
@@ -372,7 +376,7 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 			}
 		}
 		if err == nil && lengths > 0 {
-			err = a.add("user", message{raw: userMessage("Your last reply was cut at the output limit. Continue where it ended.")})
+			err = a.add(record{Type: recNote, Message: userMessage("Your last reply was cut at the output limit. Continue where it ended.")})
 		}
 		if err != nil || lengths == 0 && len(r.calls) == 0 {
 			return keep(answer, err == nil), err
@@ -458,14 +462,14 @@ func (a *agent) call(ctx context.Context, c call) error {
 	began := time.Now()
 	a.toolCalls++
 	a.emit("tool_use", "id", c.id, "name", c.name, "input", json.RawMessage(cmp.Or(string(c.args), string(jsonOf(c.raw)))), "started_at", began.UTC())
-	if err := a.journal("tool_start", jsonOf(map[string]string{"id": c.id, "name": c.name})); err != nil {
+	if err := a.journal(record{Type: recToolStart, Call: c.id, Name: c.name}); err != nil {
 		return err
 	}
 	r, now := a.dispatch(ctx, c), time.Now()
 	a.emit("tool_result", "id", c.id, "name", c.name, "output", r.text, "status", cmp.Or(keep("success", r.category == ""), "error"),
 		"exit_code", r.exit, "error_category", some(r.category), "truncated", some(r.truncated), "output_path", some(r.path),
 		"started_at", began.UTC(), "completed_at", now.UTC(), "duration_ms", now.Sub(began).Milliseconds())
-	return cmp.Or(a.add("tool_result", message{raw: toolMessage(c.id, r.text), callID: c.id}), context.Cause(ctx))
+	return cmp.Or(a.add(record{Type: recToolResult, Call: c.id, Message: toolMessage(c.id, r.text)}), context.Cause(ctx))
 }
 
 // dispatch checks a call and runs it. What is refused says what is valid.

@@ -897,7 +897,7 @@ func (d *daemon) converse(ctx context.Context, t *turn, j *journal, a *agent) (a
 		t.emitLocked(bytes.TrimSpace(body))
 	}
 	a.emit = func(kind string, pairs ...any) { emit(encodeEvent(kind, pairs...)) }
-	a.journal = func(kind string, message json.RawMessage) error { return d.record(j, kind, message) }
+	a.journal = func(rec record) error { return d.record(j, rec) }
 	a.noServices = "only exec can release a service"
 	a.extra = map[string]any{"id_slot": d.cfg.slotMain, "cache_prompt": true, "return_progress": true}
 	emit(jsonObject("type", "started", "slot", d.cfg.slotMain))
@@ -915,21 +915,13 @@ func (d *daemon) converse(ctx context.Context, t *turn, j *journal, a *agent) (a
 
 // record puts a step into the journal. A daemon that drains ends the turn behind
 // each step but an answer, and but the start of a call, which then still runs.
-func (d *daemon) record(j *journal, kind string, raw json.RawMessage) error {
-	m := parse(raw)
-	rec := record{Type: cmp.Or(keep(recNote, kind == "user"), kind), Message: raw, Call: str(m.get("tool_call_id", "id")), Name: str(m.get("name"))}
-	for _, c := range parse(m.get("tool_calls")) {
-		rec.Calls = append(rec.Calls, str(parse(c.val).get("id")))
-	}
-	if kind == recToolStart {
-		rec.Message = nil
-	}
+func (d *daemon) record(j *journal, rec record) error {
 	if err := j.add(rec); err != nil {
 		return storeError(err)
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.refusal == errDraining && kind != recToolStart && (kind != recAssistant || rec.Calls != nil) {
+	if d.refusal == errDraining && rec.Type != recToolStart && (rec.Type != recAssistant || rec.Calls != nil) {
 		return errDraining
 	}
 	return nil
