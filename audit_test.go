@@ -35,7 +35,7 @@ func fileBudgets() map[string]int {
 // today. They may only shrink: a number here goes down with its file, and the
 // entry goes when the file fits.
 func presentLines() map[string]int {
-	return map[string]int{"agent.go": 827, "config.go": 594, "serve.go": 855, "sse.go": 800}
+	return map[string]int{"agent.go": 827, "config.go": 594, "serve.go": 836, "sse.go": 800}
 }
 
 const (
@@ -48,6 +48,16 @@ const (
 func fileGraph() map[string][]string {
 	return map[string][]string{"main.go": {"serve.go", "agent.go", "procs.go", "config.go"}, "serve.go": {"agent.go", "sse.go", "journal.go", "lock.go", "frame.go", "config.go"},
 		"agent.go": {"procs.go", "sse.go", "journal.go", "config.go"}, "journal.go": {"lock.go"}, "procs.go": {}, "sse.go": {}, "lock.go": {}, "frame.go": {}, "config.go": {}}
+}
+
+// startsGoroutine is true of go statements and of calls such as WaitGroup.Go.
+func startsGoroutine(n ast.Node) bool {
+	if call, ok := n.(*ast.CallExpr); ok {
+		sel, method := call.Fun.(*ast.SelectorExpr)
+		return method && sel.Sel.Name == "Go" && len(call.Args) == 1
+	}
+	_, ok := n.(*ast.GoStmt)
+	return ok
 }
 
 // kernelFile is one that may make system calls.
@@ -223,11 +233,10 @@ func TestCallsAndGoroutines(t *testing.T) {
 					stmt = in
 				}
 			}
+			if startsGoroutine(n) && !owner.MatchString(above(n)) {
+				t.Errorf("%s: a goroutine without // owner: X; ends when Y; joined by Z", s.at(n))
+			}
 			switch n := n.(type) {
-			case *ast.GoStmt:
-				if !owner.MatchString(above(n)) {
-					t.Errorf("%s: go statement without // owner: X; ends when Y; joined by Z", s.at(n))
-				}
 			case *ast.CallExpr:
 				sel, _ := n.Fun.(*ast.SelectorExpr)
 				if sel == nil {

@@ -112,7 +112,7 @@ func TestAuditListsEveryGoroutine(t *testing.T) {
 	s := loadSources(t)
 	owner := regexp.MustCompile(`owner: ([^;]+); ends (?:when|with) `)
 	s.inEachFunction(func(file, function string, n ast.Node) {
-		if _, ok := n.(*ast.GoStmt); !ok {
+		if !startsGoroutine(n) {
 			return
 		}
 		for _, g := range s.files[file].Comments {

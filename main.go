@@ -133,11 +133,11 @@ func command(cfg *config, stdin, stdout, stderr *os.File) (code int, err error) 
 	case "demo":
 		return demo(*cfg, transport, record, stdout, stderr)
 	case "serve":
-		return runServe(cfg, stderr), nil
+		return runServe(cfg, stderr)
 	case "probe":
-		return runProbe(cfg, stdout, stderr), nil
+		return runProbe(cfg, stdout, stderr)
 	case "turn", "status", "sessions", "cancel", "shutdown":
-		return runClient(cfg, stdout, stderr), nil
+		return runClient(cfg, stdout, stderr)
 	}
 	return 0, nil
 }

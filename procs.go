@@ -216,6 +216,7 @@ func keeperMain() int {
 	runtime.GOMAXPROCS(1)
 	there.Add(spareMax)
 	for range spareMax {
+		// owner: keeperMain; ends when as many threads are there; joined by idle
 		idle.Go(func() { runtime.LockOSThread(); there.Done(); there.Wait(); runtime.UnlockOSThread() })
 	}
 	idle.Wait()

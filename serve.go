@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -34,24 +35,21 @@ import (
 //
 // A turn belongs to its session. Its goroutine is the only one that touches the
 // journal; everything that others may ask about is guarded by daemon.mu, and no
-// wait happens under that.
+// wait happens under that. Each request of a client that wants to see a turn has
+// a goroutine that follows the turn's events: what it misses is its own affair.
 
 const (
-	contentMax   = 1 << 20                // bytes of a user's message; more is a file for the workspace
-	backlogMax   = 4 << 20                // bytes of unread frames of a connection, and of a turn's kept events
-	finalWait    = 10 * time.Second       // for a client to take a final frame
-	flushWait    = time.Second            // for the last frames of a daemon that ends
-	repeatWait   = time.Second            // a further signal within this time counts as the first
-	acceptPause  = 100 * time.Millisecond // when there are no descriptors: they come back
-	clientFrame  = 15 << 20               // bytes of a frame that a command takes: the most that a daemon may be configured to send
-	propsMax     = 16 << 20               // bytes of /props; templates have some 100 KB
-	saidMax      = 200                    // bytes of a server's words in a line for people
-	daemonMemory = 256 << 20              // bytes, soft: 64 backlogs of 4 MiB; exec's limit would only make the collector run
-	probeRepeats = 12                     // of probeText: about 1,200 tokens, enough that reading them twice is noticed
-	callLimit    = 1024                   // tokens of the check's tool call, with what a model thinks before it
-	answerLimit  = 64                     // tokens of its other answers: one word
-	leastReuse   = 50                     // percent of turn 1's tokens that turn 2 must find cached
-	goodReuse    = 90                     // below it there is a warning; not 100: templates may rewrite the tail of the last reply
+	contentMax, keptMax = 1 << 20, 4 << 20 // bytes of a user's message, more is a file for the workspace; of a turn's kept events
+	clientFrame         = 15 << 20         // bytes of a frame that a command takes: the most that a daemon may be configured to send
+	propsMax, saidMax   = 16 << 20, 200    // bytes of /props, where templates have some 100 KB; of a server's words in a line for people
+	daemonMemory        = 256 << 20        // bytes, soft: 64 clients, each 4 MiB behind; exec's limit would only make the collector run
+	// For a client to take a final frame; for the last frames of a daemon that ends; when there are no descriptors: they come back.
+	finalWait, flushWait, acceptPause = 10 * time.Second, time.Second, 100 * time.Millisecond
+
+	// The check: probeText is repeated to about 1,200 tokens, enough that reading them twice is noticed. Tokens of its
+	// tool call, with what a model thinks before it, and of its other answers, one word each. Percent of turn 1's
+	// tokens that turn 2 must find cached, and below which there is a warning: templates may rewrite the last reply.
+	probeRepeats, callLimit, answerLimit, leastReuse, goodReuse = 12, 1024, 64, 50, 90
 
 	probeText = "The quick brown fox reads func main() { fmt.Println(\"ok\", 0x1f, 3.14159) } at 23:59:08. " +
 		"Größe, naïve, Ελληνικά, русский, 日本語のテキスト, 中文文本, 한국어, 🦊🚀. if err != nil { return nil, err } // 1234567890\n"
@@ -286,7 +284,9 @@ func (u *upstream) check(ctx context.Context) *wireError {
 	share := 100 * value(cached) / max(read, 1)
 	line := fmt.Sprintf("%d of turn 1's %d prompt tokens were cached, expected at least %d %%", value(cached), read, goodReuse)
 	s.want(breach(post+"turn 2", "", rule{"no-prefix-cache", cached != nil && share < leastReuse, line + ": each step would read the whole history again"}))
-	s.tell(share >= goodReuse, post+"turn 2: %s%s", line, keep(", but the server does not count them", cached == nil))
+	if s.tell(share >= goodReuse, post+"turn 2: %s%s", line, keep(", but the server does not count them", cached == nil)); s.bad != nil {
+		s.say("%s", s.bad.Message)
+	}
 	return s.bad
 }
 
@@ -302,12 +302,12 @@ type daemon struct {
 	stops          chan int       // shutdown requests: the stage that is wanted
 	turning, conns sync.WaitGroup // turns; goroutines of connections and listeners
 
-	mu      sync.Mutex
-	refusal *wireError    // guarded by mu, as is all below: why no turn is taken, nil: they are
-	checked chan struct{} // closed at the end of the check that runs, nil: none does
-	turns   []*turn       // the first one has the main slot
-	moved   sync.Cond     // on mu: one is over, or to end
-	peers   map[*peer]bool
+	mu       sync.Mutex
+	refusal  *wireError // guarded by mu, as is all below: why no turn is taken, nil: they are
+	checking bool
+	turns    []*turn        // the first one has the main slot
+	moved    sync.Cond      // on mu: a turn has an event, is over or is to end, or a client has left
+	peers    map[*peer]bool // nil: the daemon ends
 }
 
 // turn is one turn of a session, from its acceptance to its result.
@@ -315,45 +315,37 @@ type turn struct {
 	// set once, number before the first event
 	session string
 	number  int64
+	owner   *peer // the turn ends when this client leaves; nil: it does not
 	cancel  context.CancelCauseFunc
 
 	// guarded by daemon.mu
 	seq      int64             // of the last event, from 1
 	kept     []json.RawMessage // the newest events, up to seq
 	keptSize int
-	watchers []*watcher
+	final    any // set when it is over
 }
 
-// watcher is a request that gets a turn's events and its final frame. owns: the
-// turn ends when this client leaves.
-type watcher struct {
-	peer *peer
-	id   int64
-	owns bool
-	next int64 // guarded by daemon.mu: the event that it should see next
-}
-
-// peer is one connection. Frames wait in queue; only write sends them.
+// peer is one connection. A frame is written under its lock, by whoever has
+// one: a client that does not read holds up what is for itself alone.
 type peer struct {
-	// set once
-	d    *daemon
-	sock *net.UnixConn
-	cond *sync.Cond // on daemon.mu: queue, size or over has changed
+	*net.UnixConn
+	d         *daemon
+	following sync.WaitGroup
+	writing   sync.Mutex
 
 	// guarded by daemon.mu
-	queue       net.Buffers
-	size        int  // bytes in queue and under way
-	final, over bool // queue holds a final frame; nothing more is taken, what is queued still goes out
-	open        map[int64]bool
+	open map[int64]*turn // requests that follow a turn, by id
+	gone bool
 }
 
-// runServe is the daemon from its lock to its end. It gives the exit code.
-func runServe(cfg *config, stderr io.Writer) int {
-	say := func(format string, args ...any) { fmt.Fprintf(stderr, cfg.program+": "+format+"\n", args...) }
-	signals := make(chan os.Signal, 1)
+// runServe is the daemon from its lock to its end. An error of it is its last line.
+func runServe(cfg *config, stderr io.Writer) (code int, err error) {
+	say := sayTo(stderr, cfg.program+": ")
+	signals, starting := make(chan os.Signal, 1), context.Background()
 	for _, sig := range []os.Signal{syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM} {
 		if !signal.Ignored(sig) { // nohup
 			signal.Notify(signals, sig)
+			starting, _ = signal.NotifyContext(starting, sig)
 		}
 	}
 	debug.SetMemoryLimit(daemonMemory)
@@ -361,15 +353,13 @@ func runServe(cfg *config, stderr io.Writer) int {
 	// whoever is refused must have changed nothing.
 	lock, err := takeLock(cfg.home, cfg.program)
 	if err != nil {
-		say("%v", err)
-		return 1
+		return 1, err
 	}
 	defer lock.release() // deferred first, so it goes last
 	tools, toolsErr := newToolbox(cfg)
 	store, err := openStore(cfg.home)
 	if err = cmp.Or(toolsErr, err); err != nil {
-		say("%v", err)
-		return 1
+		return 1, err
 	}
 	defer store.Close()
 	if cfg.workspace != "" && tools.lack != nil {
@@ -377,38 +367,43 @@ func runServe(cfg *config, stderr io.Writer) int {
 	}
 	list, err := listSessions(store)
 	if err != nil {
-		say("the list of sessions is not complete: %v", err)
+		say("the list of sessions is not complete: %v; see docs/runbook.md#session-damaged", err)
 	}
 	for _, s := range list { // whatever a crash left open is closed now
-		j, err := openSession(store, s.Session, true, "", "")
-		if err != nil {
+		if j, err := openSession(store, s.Session, true, "", ""); err == nil {
+			j.close()
+		} else {
 			say("%v; see docs/runbook.md#session-damaged", err)
-			continue
 		}
-		j.close()
 	}
 	d := &daemon{cfg: cfg, say: say, lock: lock, tools: tools, store: store, stops: make(chan int, 1), peers: map[*peer]bool{}}
 	d.moved.L = &d.mu
-	d.model = newUpstream(cfg, func(format string, args ...any) { say("selftest: "+format, args...) }, func(bad *wireError) { d.refuse(bad, 0) })
+	d.model = newUpstream(cfg, sayTo(stderr, cfg.program+": selftest: "), func(bad *wireError) { d.refuse(bad, 0) })
 	lock.note("checking the server") // not by the word that heads the check's lines
-	select {
-	case <-d.checkLocked(): // nobody shares d yet
-	case <-signals:
-		return 0
-	}
-	if d.refusal != nil {
-		return 1
+	if bad := d.model.check(starting); starting.Err() != nil {
+		return 0, nil
+	} else if bad != nil {
+		return 1, errors.New(failure(bad))
 	}
 	lock.note("serving")
 	if err = d.listen(); err != nil {
-		say("%v", err)
-		return 1
+		return 1, err
 	}
 	if c, err := net.Dial("unixgram", os.Getenv("NOTIFY_SOCKET")); err == nil { // sd_notify(3); an error where it is unset
 		_, _ = c.Write([]byte("READY=1\n")) // who waits for it says that it did not come
 		c.Close()
 	}
-	return d.loop(signals)
+	return d.loop(signals), nil
+}
+
+// sayTo prints lines for the operator.
+func sayTo(stderr io.Writer, start string) func(string, ...any) {
+	return func(format string, args ...any) { fmt.Fprintln(stderr, start+fmt.Sprintf(format, args...)) }
+}
+
+// failure is the last line of a check that failed.
+func failure(bad *wireError) string {
+	return fmt.Sprintf("selftest failed: %[1]s; see docs/runbook.md#%[1]s", bad.Anchor)
 }
 
 // loop owns the lock, the socket and the stages of the end: 1 drain, 2 now.
@@ -418,10 +413,14 @@ func (d *daemon) loop(signals <-chan os.Signal) int {
 		order := 0
 		select {
 		case <-tick:
-			d.supervise()
+			d.tools.reap()
+			if _, err := os.Lstat(socketPath(d.cfg.home)); errors.Is(err, os.ErrNotExist) {
+				d.lock.unlisten()
+				d.say("%s was deleted and is made again, error: %v", socketPath(d.cfg.home), d.listen())
+			}
 		case order = <-d.stops:
 		case sig := <-signals:
-			if time.Since(last) < repeatWait {
+			if time.Since(last) < sameSignal {
 				continue
 			}
 			// The third one waits for nothing. Keepers end their trees when belay is gone; the order
@@ -450,31 +449,6 @@ func (d *daemon) loop(signals <-chan os.Signal) int {
 	}
 }
 
-// checkLocked has the server checked. Turns ask for it, not a clock: three
-// completions each minute would be a load on a server that nobody needs.
-func (d *daemon) checkLocked() (checked chan struct{}) {
-	if d.checked != nil {
-		return d.checked
-	}
-	checked = make(chan struct{})
-	d.checked = checked
-	// owner: daemon; ends when the check does, each step of which is bounded; joined by checked or the end of the process
-	go func() {
-		bad := d.model.check(context.Background())
-		if bad != nil {
-			d.model.say("%s", bad.Message)
-			d.say("selftest failed: %[1]s; see docs/runbook.md#%[1]s", bad.Anchor)
-		}
-		d.mu.Lock()
-		defer d.mu.Unlock()
-		if d.checked = nil; d.refusal != errDraining {
-			d.refusal = bad
-		}
-		close(checked)
-	}()
-	return checked
-}
-
 // refuse takes no turns from now on and ends those from place on. why is the end
 // of the daemon or a server that is not the one that passed, and which a running
 // turn's history must not reach.
@@ -485,11 +459,33 @@ func (d *daemon) refuse(why *wireError, place int) {
 		return // a check is under way, or the end; or nobody has answered yet
 	}
 	if d.refusal = why; why != errDraining {
-		d.checkLocked()
+		d.recheckLocked()
 	}
 	for _, t := range d.turns[min(place, len(d.turns)):] {
 		t.cancel(why)
 	}
+}
+
+// recheckLocked has the server checked, unless it is being checked. Turns ask for
+// it, not a clock: three completions each minute would be a load on a server that
+// nobody needs.
+func (d *daemon) recheckLocked() {
+	if d.checking {
+		return
+	}
+	d.checking = true
+	// owner: daemon; ends when the check does, each step of which is bounded; joined by the end of the process
+	go func() {
+		bad := d.model.check(context.Background())
+		if bad != nil {
+			d.say("%s", failure(bad))
+		}
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		if d.checking = false; d.refusal != errDraining {
+			d.refusal = bad
+		}
+	}()
 }
 
 func (d *daemon) listen() error {
@@ -501,29 +497,7 @@ func (d *daemon) listen() error {
 	return err
 }
 
-// supervise runs at each tick: a socket file that somebody deleted comes back.
-func (d *daemon) supervise() {
-	d.tools.reap()
-	if _, err := os.Lstat(socketPath(d.cfg.home)); errors.Is(err, os.ErrNotExist) {
-		d.lock.unlisten()
-		d.say("%s was deleted and is made again, error: %v", socketPath(d.cfg.home), d.listen())
-	}
-}
-
-// farewell takes the socket away and lets every client have its last frames.
-func (d *daemon) farewell() {
-	d.lock.unlisten()
-	d.mu.Lock()
-	for p := range d.peers {
-		p.endLocked(&wireReply{Type: "bye", Reason: "shutdown"})
-		_ = p.sock.SetWriteDeadline(time.Now().Add(flushWait))
-	}
-	d.peers = nil // for a connection that was accepted just now
-	d.mu.Unlock()
-	d.conns.Wait()
-}
-
-// accept takes connections, from our own user and root, up to the limit.
+// accept takes connections until the listener is closed.
 func (d *daemon) accept(ln *net.UnixListener) {
 	for {
 		sock, err := ln.AcceptUnix()
@@ -533,171 +507,212 @@ func (d *daemon) accept(ln *net.UnixListener) {
 			time.Sleep(acceptPause)
 			continue
 		}
-		p := &peer{d: d, sock: sock, cond: sync.NewCond(&d.mu), open: map[int64]bool{}}
-		d.mu.Lock()
-		switch {
-		case !peerAllowed(sock):
-			p.endLocked(newWireError(codePermissionDenied, "this daemon serves its own user alone"))
-		case d.peers == nil:
-			p.endLocked(newWireError(codeDraining, "the daemon has stopped"))
-		case len(d.peers) >= d.cfg.maxClients:
-			p.endLocked(newWireError(codeOverloaded, fmt.Sprintf("%d clients are connected, no more are possible (limits.max_clients)", len(d.peers))))
-		default:
-			d.peers[p] = true
-			// owner: peer; ends when the connection does, which write closes at its end; joined by conns
-			d.conns.Go(p.read)
+		// owner: peer; ends when the connection does; joined by conns
+		d.conns.Go((&peer{UnixConn: sock, d: d, open: map[int64]*turn{}}).serve)
+	}
+}
+
+// farewell takes the socket away and lets every client have its last frames.
+func (d *daemon) farewell() {
+	d.lock.unlisten()
+	d.mu.Lock()
+	for p := range d.peers {
+		time.AfterFunc(flushWait, func() { p.Close() })
+		// owner: daemon; ends when bye is written or the connection is closed; joined by conns
+		d.conns.Go(func() {
+			defer p.Close()
+			p.following.Wait()
+			_ = p.send(0, true, flushWait, &wireReply{Type: "bye", Reason: "shutdown"})
+		})
+	}
+	d.peers = nil // for a connection that was accepted just now
+	d.mu.Unlock()
+	d.conns.Wait()
+}
+
+// admit takes a connection of our own user or root, up to the limit, or says why not.
+func (d *daemon) admit(p *peer) *wireError {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	switch {
+	case !peerAllowed(p.UnixConn):
+		return newWireError(codePermissionDenied, "this daemon serves its own user alone")
+	case d.peers == nil:
+		return newWireError(codeDraining, "the daemon has stopped")
+	case len(d.peers) >= d.cfg.maxClients:
+		return newWireError(codeOverloaded, fmt.Sprintf("%d clients are connected, no more are possible (limits.max_clients)", len(d.peers)))
+	}
+	d.peers[p] = true
+	return nil
+}
+
+// serve is the life of a connection: it takes a request when the answer to the
+// one before it was taken. The turns of a client that has left go on, for whoever
+// attaches, but for those it wanted ended.
+func (p *peer) serve() {
+	d := p.d
+	defer p.Close()
+	if why := d.admit(p); why != nil {
+		_ = p.send(0, true, finalWait, why)
+		return
+	}
+	for over := false; !over; {
+		e, err := readFrame(p, d.cfg.maxFrame, func() { _ = p.SetReadDeadline(time.Now().Add(frameWhole)) })
+		_ = p.SetReadDeadline(time.Time{})
+		answer := any(nil) // also if the client has left
+		if bad, broken := errors.AsType[*wireError](err); broken {
+			answer = bad
+		} else if err == nil {
+			e.ID, answer = d.handle(p, e)
 		}
-		d.mu.Unlock()
-		// owner: peer; ends when over and the queue is empty, or a write failed; joined by conns
-		d.conns.Go(p.write)
+		if over = err != nil; answer != nil {
+			_ = p.send(e.ID, true, finalWait, answer)
+		}
 	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	p.gone = true
+	delete(d.peers, p)
+	for _, t := range d.turns {
+		if t.owner == p {
+			t.cancel(errCancelled)
+		}
+	}
+	d.moved.Broadcast()
 }
 
-// endLocked says a last thing, if any, and takes nothing more.
-func (p *peer) endLocked(msg any) {
-	if msg != nil {
-		_ = p.pushLocked(0, true, msg)
-	}
-	p.over = true
-	p.cond.Broadcast()
-}
-
-// pushLocked queues a frame. A final one that is too large becomes the error
-// that says so, and a client must take it in time.
-func (p *peer) pushLocked(id int64, final bool, msg any) error {
+// send writes a frame and closes the connection if it cannot. within, if not 0,
+// is the time for the client to take it and what is being written now. A final
+// frame that is too large becomes the error that says so; another one is not sent.
+func (p *peer) send(id int64, final bool, within time.Duration, msg any) error {
 	frame, err := encodeFrame(p.d.cfg.maxFrame, id, final, msg)
-	if final {
-		if err != nil {
-			frame, err = encodeFrame(p.d.cfg.maxFrame, id, final, err)
-		}
-		delete(p.open, id)
-		// It holds for a write that is under way, too: a client that stopped reading long ago.
-		p.final = true
-		_ = p.sock.SetWriteDeadline(time.Now().Add(finalWait))
+	if err != nil && final {
+		frame, err = encodeFrame(p.d.cfg.maxFrame, id, final, err)
 	}
-	if err == nil && !p.over {
-		p.queue, p.size = append(p.queue, frame), p.size+len(frame)
-		p.cond.Broadcast()
+	if err != nil {
+		return err
+	}
+	until := time.Time{}
+	if within > 0 {
+		until = time.Now().Add(within)
+		_ = p.SetWriteDeadline(until) // of the write that has the lock
+	}
+	p.writing.Lock()
+	defer p.writing.Unlock()
+	_ = p.SetWriteDeadline(until)
+	if _, err = p.Write(frame); err != nil {
+		p.Close()
 	}
 	return err
 }
 
-// write sends what is queued, all of it at once. At its end the client is gone.
-func (p *peer) write() {
-	d := p.d
-	defer p.sock.Close()
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	for {
-		for len(p.queue) == 0 && !p.over {
-			p.cond.Wait()
-		}
-		if len(p.queue) == 0 {
-			break
-		}
-		// All that waits in one writev(2): with a frame each, 64 clients of a fast model cost 64
-		// system calls a token. What is under way counts as backlog until it is taken.
-		batch, size := p.queue, p.size
-		p.queue, p.final = nil, false
-		d.mu.Unlock()
-		_, err := batch.WriteTo(p.sock)
-		d.mu.Lock()
-		if p.size -= size; err != nil {
-			p.over, p.queue = true, nil
-		} else if !p.final {
-			_ = p.sock.SetWriteDeadline(time.Time{})
-		}
-		p.cond.Broadcast()
+// follow sends the events of a turn from number next on, as fast as the client
+// takes them, and its final message. In place of those that are no longer kept,
+// and of those that no frame can hold, it says how many they were.
+func (p *peer) follow(t *turn, id, next int64) {
+	missed, reply, within := int64(0), wireReply{Type: "event", Session: t.session}, time.Duration(0)
+	show := func(seq int64, event json.RawMessage) bool {
+		reply.Seq, reply.Event = seq, event
+		return p.send(id, false, within, &reply) == nil
 	}
-	// The turns of this client go on, for whoever attaches, but for those it wanted ended.
-	delete(d.peers, p)
-	for _, t := range d.turns {
-		t.watchers = slices.DeleteFunc(t.watchers, func(w *watcher) bool {
-			if w.peer == p && w.owns {
-				t.cancel(errCancelled)
-			}
-			return w.peer == p
-		})
+	catchUp := func() {
+		if missed > 0 && show(next-1, jsonObject("type", "lagged", "dropped", missed)) {
+			missed = 0
+		}
 	}
-}
-
-// read takes requests, none while the client does not take its answers.
-func (p *peer) read() {
-	for over := false; !over; {
-		e, err := readFrame(p.sock, p.d.cfg.maxFrame, func() { _ = p.sock.SetReadDeadline(time.Now().Add(frameWhole)) })
-		_ = p.sock.SetReadDeadline(time.Time{})
-		bad, broken := errors.AsType[*wireError](err)
-		answer := any(bad)
+	for final := any(nil); final == nil; {
 		p.d.mu.Lock()
-		switch {
-		case err == nil && p.open[e.ID]: // the open request is still to get its one final frame
-			answer, e.ID = newWireError(codeDuplicateID, fmt.Sprintf("the id %d belongs to an open request", e.ID)), 0
-		case err == nil:
-			answer = p.d.handleLocked(p, e)
-		case !broken: // the client has left
-			answer = nil
+		for !p.gone && t.final == nil && t.seq < next {
+			p.d.moved.Wait()
 		}
-		if wait, ok := answer.(func() any); ok { // for the disk
+		if p.gone {
 			p.d.mu.Unlock()
-			answer = wait()
-			p.d.mu.Lock()
+			return
 		}
-		if answer != nil {
-			_ = p.pushLocked(e.ID, true, answer)
+		first := t.seq + 1 - int64(len(t.kept))
+		missed, next = missed+max(0, first-next), max(next, first)
+		news := t.kept[min(next-first, int64(len(t.kept))):]
+		if reply.Turn, final = t.number, t.final; final != nil {
+			within = finalWait
+			delete(p.open, id)
 		}
-		if err != nil {
-			p.endLocked(nil)
-		}
-		// Answers are never dropped, so a client that sends and never reads is held here.
-		for p.size >= backlogMax && !p.over {
-			p.cond.Wait()
-		}
-		over = p.over
 		p.d.mu.Unlock()
+		for _, event := range news {
+			catchUp()
+			if !show(next, event) {
+				missed++
+			}
+			next++
+		}
+		if final != nil {
+			catchUp()
+			_ = p.send(id, true, within, final)
+		}
 	}
 }
 
-// handleLocked gives the answer to a request, a function that gives it, or nil
-// if it comes later.
-func (d *daemon) handleLocked(p *peer, e envelope) any {
+// handle gives the answer to a request and the id that it goes out under: nil if
+// it comes later.
+func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 	var r wireRequest
 	err := json.Unmarshal(e.Msg, &r)
-	i := slices.IndexFunc(d.turns, func(t *turn) bool { return t.session == r.Session })
 	switch {
 	case err != nil || e.ID == 0 || !e.Final || r.Type == "" || r.From < 0 || r.Type == "turn" && r.Content == "",
 		!in("drain now", cmp.Or(r.Mode, "now")), !in("continue cancel", cmp.Or(r.OnDisconnect, "cancel")):
-		return newWireError(codeBadRequest, "a request needs an id from 1, final true, a type, and the fields of that type as docs/protocol.md has them")
+		return e.ID, newWireError(codeBadRequest, "a request needs an id from 1, final true, a type, and the fields of that type as docs/protocol.md has them")
 	case in("turn attach cancel", r.Type) && !validSessionID(r.Session):
-		return newWireError(codeBadSessionID, errBadSessionID.Error())
+		return e.ID, newWireError(codeBadSessionID, errBadSessionID.Error())
+	case r.Type == "sessions": // reads the disk, so not under the lock
+		list, err := listSessions(d.store)
+		if err != nil {
+			return e.ID, storeError(err)
+		}
+		return e.ID, &wireReply{Type: "sessions", Sessions: jsonOf(list)}
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if p.open[e.ID] != nil { // the open request is still to get its one final frame
+		return 0, newWireError(codeDuplicateID, fmt.Sprintf("the id %d belongs to an open request", e.ID))
+	}
+	t := &turn{session: r.Session}
+	i := slices.IndexFunc(d.turns, func(o *turn) bool { return o.session == r.Session })
+	if i >= 0 {
+		t = d.turns[i]
 	}
 	switch r.Type {
 	case "ping":
-		return &wireReply{Type: "pong", Data: r.Data}
+		answer = &wireReply{Type: "pong", Data: r.Data}
 	case "status":
-		return &wireReply{Type: "status", Status: d.statusLocked()}
-	case "sessions":
-		return d.sessions
+		answer = &wireReply{Type: "status", Status: d.statusLocked()}
 	case "turn":
-		return d.startLocked(p, e.ID, r, i >= 0)
+		if bad := d.refusalLocked(r, i >= 0); bad != nil {
+			return e.ID, bad
+		}
+		d.startLocked(t, p, r)
+		fallthrough
 	case "attach":
-		if i < 0 {
-			return func() any { return d.lastTurn(r.Session) }
-		}
-		d.turns[i].attachLocked(&watcher{p, e.ID, false, max(r.From, 1)})
-		return nil
+		p.open[e.ID] = t
+		// owner: peer; ends when the turn or the connection does; joined by following
+		p.following.Go(func() {
+			if i < 0 && r.Type == "attach" {
+				t.final = d.lastTurn(r.Session) // nobody else knows of it
+			}
+			p.follow(t, e.ID, max(r.From, 1))
+		})
 	case "cancel":
-		if i >= 0 {
-			d.turns[i].cancel(errCancelled)
+		if answer = (&wireReply{Type: "ok"}); i >= 0 {
+			t.cancel(errCancelled)
 		}
-		return &wireReply{Type: "ok"}
 	case "shutdown":
 		select {
 		case d.stops <- max(1, map[string]int{"now": 2}[r.Mode]):
 		default: // another one is about to be looked at
 		}
-		return &wireReply{Type: "ok"}
+		answer = &wireReply{Type: "ok"}
+	default:
+		answer = newWireError(codeUnknownMessage, "this daemon knows ping, status, turn, attach, cancel, sessions and shutdown")
 	}
-	return newWireError(codeUnknownMessage, "this daemon knows ping, status, turn, attach, cancel, sessions and shutdown")
+	return e.ID, answer
 }
 
 // statusLocked is what docs/protocol.md lists.
@@ -713,20 +728,12 @@ func (d *daemon) statusLocked() json.RawMessage {
 		"running", names, "queued", max(0, len(d.turns)-1), "clients", len(d.peers))
 }
 
-func (d *daemon) sessions() any {
-	list, err := listSessions(d.store)
-	if err != nil {
-		return storeError(err)
-	}
-	return &wireReply{Type: "sessions", Sessions: jsonOf(list)}
-}
-
-// startLocked accepts a turn, which from then on holds its session.
-func (d *daemon) startLocked(p *peer, id int64, r wireRequest, busy bool) any {
+// refusalLocked says why a turn is not accepted.
+func (d *daemon) refusalLocked(r wireRequest, busy bool) *wireError {
 	switch {
 	case d.refusal != nil:
 		if d.refusal != errDraining {
-			d.checkLocked()
+			d.recheckLocked()
 		}
 		return d.refusal
 	case len(r.Content) > contentMax:
@@ -736,21 +743,18 @@ func (d *daemon) startLocked(p *peer, id int64, r wireRequest, busy bool) any {
 	case len(d.turns) > d.cfg.maxQueue:
 		return newWireError(codeOverloaded, fmt.Sprintf("%d turns run or wait, no more are possible (limits.max_queue)", len(d.turns)))
 	}
-	ctx, cancel := context.WithCancelCause(context.Background())
-	t := &turn{session: r.Session, cancel: cancel}
-	t.attachLocked(&watcher{p, id, r.OnDisconnect == "cancel", 1})
-	d.turns = append(d.turns, t)
-	// owner: daemon; ends when the turn is over and told; joined by turning
-	d.turning.Go(func() { d.runTurn(ctx, t, r) })
 	return nil
 }
 
-// attachLocked sends what is kept from w.next on, and all that follows.
-func (t *turn) attachLocked(w *watcher) {
-	for i, body := range t.kept {
-		w.showLocked(t, t.seq-int64(len(t.kept)-1-i), body)
+// startLocked accepts a turn, which from then on holds its session.
+func (d *daemon) startLocked(t *turn, p *peer, r wireRequest) {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	if t.cancel = cancel; r.OnDisconnect == "cancel" {
+		t.owner = p
 	}
-	t.watchers, w.peer.open[w.id] = append(t.watchers, w), true
+	d.turns = append(d.turns, t)
+	// owner: daemon; ends when the turn is over and told; joined by turning
+	d.turning.Go(func() { d.runTurn(ctx, t, r) })
 }
 
 // lastTurn answers attach where nothing runs: how the last turn ended.
@@ -779,34 +783,20 @@ func storeError(err error) *wireError {
 	return newWireError(code, err.Error())
 }
 
-// emitLocked gives an event to everybody who watches, and keeps it.
-func (t *turn) emitLocked(body json.RawMessage) {
-	t.seq++
-	t.kept, t.keptSize = append(t.kept, body), t.keptSize+len(body)
-	for ; t.keptSize > backlogMax; t.kept = t.kept[1:] {
-		t.keptSize -= len(t.kept[0])
-	}
-	for _, w := range t.watchers {
-		w.showLocked(t, t.seq, body)
-	}
+// emit keeps an event for those who follow the turn.
+func (d *daemon) emit(t *turn, event []byte) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.emitLocked(t, event)
 }
 
-// showLocked queues an event, behind word of those before it that w has missed.
-// It misses this one, too, while its backlog is full or if no frame can hold it.
-// Without a body only the word goes out.
-func (w *watcher) showLocked(t *turn, seq int64, body json.RawMessage) {
-	if seq < w.next || body != nil && w.peer.size >= backlogMax {
-		return
+func (d *daemon) emitLocked(t *turn, event []byte) {
+	event = bytes.TrimSpace(event)
+	t.seq, t.kept, t.keptSize = t.seq+1, append(t.kept, event), t.keptSize+len(event)
+	for ; t.keptSize > keptMax; t.kept = t.kept[1:] {
+		t.keptSize -= len(t.kept[0])
 	}
-	reply := wireReply{Type: "event", Session: t.session, Turn: t.number, Seq: seq - 1}
-	if missed := seq - w.next; missed > 0 {
-		reply.Event = jsonObject("type", "lagged", "dropped", missed)
-		_ = w.peer.pushLocked(w.id, false, &reply)
-		w.next = seq
-	}
-	if reply.Seq, reply.Event = seq, body; body != nil && w.peer.pushLocked(w.id, false, &reply) == nil {
-		w.next++
-	}
+	d.moved.Broadcast()
 }
 
 // runTurn is the life of an accepted turn. Its end is in the journal before
@@ -832,10 +822,12 @@ func (d *daemon) runTurn(ctx context.Context, t *turn, r wireRequest) {
 	t.cancel(nil)
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	for _, w := range t.watchers {
-		w.showLocked(t, t.seq+1, nil)
-		_ = w.peer.pushLocked(w.id, true, final)
+	for p := range d.peers {
+		if slices.Contains(slices.Collect(maps.Values(p.open)), t) {
+			_ = p.SetWriteDeadline(time.Now().Add(finalWait)) // of an event that is being written, perhaps for long
+		}
 	}
+	t.final = final
 	d.turns = slices.DeleteFunc(d.turns, func(o *turn) bool { return o == t })
 	d.moved.Broadcast()
 }
@@ -872,7 +864,7 @@ func (d *daemon) slot(ctx context.Context, t *turn) error {
 	for told := 0; d.turns[0] != t && ctx.Err() == nil; d.moved.Wait() {
 		if place := slices.Index(d.turns, t); place != told {
 			told = place
-			t.emitLocked(jsonObject("type", "queued", "position", place))
+			d.emitLocked(t, jsonObject("type", "queued", "position", place))
 		}
 	}
 	return context.Cause(ctx)
@@ -891,16 +883,11 @@ func (d *daemon) converse(ctx context.Context, t *turn, j *journal, a *agent) (a
 		return "", err
 	}
 	defer done()
-	emit := func(body []byte) {
-		d.mu.Lock()
-		defer d.mu.Unlock()
-		t.emitLocked(bytes.TrimSpace(body))
-	}
-	a.emit = func(kind string, pairs ...any) { emit(encodeEvent(kind, pairs...)) }
+	a.emit = func(kind string, pairs ...any) { d.emit(t, encodeEvent(kind, pairs...)) }
 	a.journal = func(rec record) error { return d.record(j, rec) }
 	a.noServices = "only exec can release a service"
 	a.extra = map[string]any{"id_slot": d.cfg.slotMain, "cache_prompt": true, "return_progress": true}
-	emit(jsonObject("type", "started", "slot", d.cfg.slotMain))
+	d.emit(t, jsonObject("type", "started", "slot", d.cfg.slotMain))
 	a.emit("start", "session_id", t.session, "model", d.cfg.model, "workspace", d.cfg.workspace, "sandbox", d.cfg.sandbox,
 		"network", !a.noNetwork, "version", version())
 	system, _ := systemPrompt(d.cfg, a.jobs) // its notices speak of flags of exec
@@ -929,12 +916,11 @@ func (d *daemon) record(j *journal, rec record) error {
 
 // runClient is a command that talks to the daemon: one request, and what comes
 // back for it. With --json each message is a line; else people read it.
-func runClient(cfg *config, stdout io.Writer, stderr *os.File) int {
+func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err error) {
 	p, path := &printer{stderr: stderr}, socketPath(cfg.home)
 	sock, err := net.Dial("unix", path)
 	if err != nil {
-		p.say("%s: no daemon answers at %s: %s; start one with: %[1]s --home %[4]s serve --config FILE", cfg.program, path, errnoText(err), cfg.home)
-		return 1
+		return 1, fmt.Errorf("no daemon answers at %s: %s; start one with: %s --home %s serve --config FILE", path, errnoText(err), cfg.program, cfg.home)
 	}
 	defer sock.Close()
 	send := func(id int64, r *wireRequest) { // what cannot be sent ends in a closed connection, too
@@ -963,14 +949,14 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) int {
 		e, err := readFrame(sock, clientFrame, func() {})
 		if err != nil {
 			p.say("%s: the connection is closed", cfg.program)
-			return max(1, int(interrupted.Load()))
+			return max(1, int(interrupted.Load())), nil
 		}
 		if e.ID == 2 { // of no interest
 			continue
 		}
-		code := show(p, cfg, stdout, e.Msg, int(interrupted.Load()))
+		code = show(p, cfg, stdout, e.Msg, int(interrupted.Load()))
 		if e.Final && (cfg.command != "shutdown" || e.ID == 0 || code != 0) { // a shutdown is over with the daemon's bye
-			return code
+			return code, nil
 		}
 	}
 }
@@ -1012,17 +998,15 @@ func show(p *printer, cfg *config, stdout io.Writer, msg json.RawMessage, interr
 }
 
 // runProbe prints what the configuration of a daemon for this server expects.
-func runProbe(cfg *config, stdout, stderr io.Writer) int {
-	say := func(format string, args ...any) { fmt.Fprintf(stderr, cfg.program+": "+format+"\n", args...) }
-	p, bad := newUpstream(cfg, say, nil).await(context.Background())
+func runProbe(cfg *config, stdout, stderr io.Writer) (code int, err error) {
+	p, bad := newUpstream(cfg, sayTo(stderr, cfg.program+": "), nil).await(context.Background())
 	if bad != nil {
-		say("%s; see docs/runbook.md#%s", bad.Message, bad.Anchor)
-		return 1
+		return 1, fmt.Errorf("%s; see docs/runbook.md#%s", bad.Message, bad.Anchor)
 	}
 	form := "[expect]\ntemplate_sha256 = %q\nn_ctx = %d\nslots = %d\n"
 	if cfg.jsonOut {
 		form = `{"template_sha256":%q,"n_ctx":%d,"slots":%d}` + "\n"
 	}
 	fmt.Fprintf(stdout, form, templateSum(p.template), p.ctx, p.slots)
-	return 0
+	return 0, nil
 }
