@@ -123,7 +123,7 @@ func (l *instanceLock) note(phase string) {
 func (l *instanceLock) listen() (*net.UnixListener, error) {
 	path := socketPath(l.home)
 	if err := privateDir(filepath.Dir(path)); err != nil {
-		return nil, fmt.Errorf("make the socket's directory: %w", err)
+		return nil, fmt.Errorf("make the socket's directory: %w; see docs/runbook.md#socket-path", err)
 	}
 	if old, err := os.Lstat(path); err == nil {
 		if old.Mode().Type() != os.ModeSocket {
@@ -138,7 +138,7 @@ func (l *instanceLock) listen() (*net.UnixListener, error) {
 	}}
 	ln, err := lc.Listen(context.Background(), "unix", path)
 	if err != nil {
-		return nil, fmt.Errorf("bind the daemon's socket: %w", err)
+		return nil, fmt.Errorf("bind the daemon's socket %s: %w; see docs/runbook.md#socket-path", path, err)
 	}
 	l.listener = ln.(*net.UnixListener)
 	// Go unlinks by name at every Close, a successor's socket too (golang/go#17131).

@@ -469,7 +469,7 @@ func planSandbox(o jobOptions, abi int) (*confinement, error) {
 		why = fmt.Sprintf("workspace %s or another writable directory is / or holds belay's home %s, so that commands could write the next run's configuration", o.workspace, o.home)
 	}
 	if why != "" {
-		return nil, fmt.Errorf("sandbox %s refused: %s\nif the container is your sandbox: belay exec --sandbox external-sandbox …", o.sandbox, why)
+		return nil, fmt.Errorf("sandbox %s refused: %s\nif the container is your sandbox: belay exec --sandbox external-sandbox …; see docs/runbook.md#sandbox", o.sandbox, why)
 	}
 	return c, nil
 }
@@ -651,7 +651,7 @@ type host struct {
 func newHost() (*host, error) {
 	// prctl(2): the key in our environment and memory is not for commands, which run as the same user.
 	if err := cmp.Or(beParent(), unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)); err != nil {
-		return nil, fmt.Errorf("cannot prepare the process, which needs /proc mounted to see and end what it starts: %w", err)
+		return nil, fmt.Errorf("cannot prepare the process, which needs /proc mounted to see and end what it starts: %w; see docs/runbook.md#environment", err)
 	}
 	self, _ := readProc(os.Getpid())
 	h := &host{pid: self.pid, foreign: map[int]bool{}, sessions: map[int]bool{self.sid: true}, keepers: map[int]*job{}}

@@ -359,7 +359,7 @@ func runServe(cfg *config, stderr io.Writer) (code int, err error) {
 	tools, toolsErr := newToolbox(cfg)
 	store, err := openStore(cfg.home)
 	if err = cmp.Or(toolsErr, err); err != nil {
-		return 1, err
+		return 1, fmt.Errorf("prepare the daemon of %s: %w; see docs/runbook.md#environment", cfg.home, err)
 	}
 	defer store.Close()
 	if cfg.workspace != "" && tools.lack != nil {
@@ -416,7 +416,10 @@ func (d *daemon) loop(signals <-chan os.Signal) int {
 			d.tools.reap()
 			if _, err := os.Lstat(socketPath(d.cfg.home)); errors.Is(err, os.ErrNotExist) {
 				d.lock.unlisten()
-				d.say("%s was deleted and is made again, error: %v", socketPath(d.cfg.home), d.listen())
+				d.say("%s was deleted and is made again; see docs/runbook.md#socket-path", socketPath(d.cfg.home))
+				if err = d.listen(); err != nil {
+					d.say("%v", err)
+				}
 			}
 		case order = <-d.stops:
 		case sig := <-signals:
@@ -773,14 +776,21 @@ func (d *daemon) lastTurn(session string) any {
 
 // storeError words what the session store says.
 func storeError(err error) *wireError {
-	code := map[bool]errorCode{true: codeStorageFull, false: codeStorageError}[storageFull(err)]
-	for is, c := range map[error]errorCode{errNoSession: codeNoSuchSession, errExists: codeSessionExists,
-		errHeld: codeSessionBusy, errDamaged: codeSessionDamaged} {
-		if errors.Is(err, is) {
-			code = c
-		}
+	e := newWireError(codeStorageError, err.Error())
+	e.Anchor = "storage"
+	switch {
+	case errors.Is(err, errNoSession):
+		return newWireError(codeNoSuchSession, "there is no such session: a turn without resume makes it")
+	case errors.Is(err, errExists):
+		return newWireError(codeSessionExists, "the session exists: resume it, or take another id")
+	case errors.Is(err, errHeld):
+		return newWireError(codeSessionBusy, "a turn of the session runs: attach to it or cancel it")
+	case errors.Is(err, errDamaged):
+		e.Code, e.Anchor, e.Retry = codeSessionDamaged, "session-damaged", "never"
+	case storageFull(err):
+		e.Code = codeStorageFull
 	}
-	return newWireError(code, err.Error())
+	return e
 }
 
 // emit keeps an event for those who follow the turn.
@@ -841,7 +851,8 @@ func (d *daemon) outcome(t *turn, a *agent, answer string, err error) (final any
 		map[bool]errorCode{true: codeServerUnavailable, false: codeServerError}[e.code == 75])
 	stop = map[string]string{"": "end", "cancelled": "cancelled", "budget_exhausted": "max_turns"}[e.category]
 	if bad == nil && stop == "" {
-		if bad = newWireError(code, e.message); code == codeInternal {
+		bad = newWireError(code, e.message)
+		if bad.Anchor = map[errorCode]string{codeServerUnavailable: "server-unreachable", codeServerError: "server-error"}[code]; code == codeInternal {
 			d.say("session %s: %v", t.session, err)
 			bad.Message = "a fault of the daemon ended the turn; its stderr says more"
 		}
@@ -920,7 +931,7 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err er
 	p, path := &printer{stderr: stderr}, socketPath(cfg.home)
 	sock, err := net.Dial("unix", path)
 	if err != nil {
-		return 1, fmt.Errorf("no daemon answers at %s: %s; start one with: %s --home %s serve --config FILE", path, errnoText(err), cfg.program, cfg.home)
+		return 1, fmt.Errorf("no daemon answers at %s: %s; start one with: %s --home %s serve --config FILE; see docs/runbook.md#no-daemon", path, errnoText(err), cfg.program, cfg.home)
 	}
 	defer sock.Close()
 	send := func(id int64, r *wireRequest) { // what cannot be sent ends in a closed connection, too
@@ -948,7 +959,7 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err er
 	for send(1, r); ; {
 		e, err := readFrame(sock, clientFrame, func() {})
 		if err != nil {
-			p.say("%s: the connection is closed", cfg.program)
+			p.say("%s: the daemon closed the connection; see docs/runbook.md#no-daemon", cfg.program)
 			return max(1, int(interrupted.Load())), nil
 		}
 		if e.ID == 2 { // of no interest
