@@ -179,12 +179,13 @@ func ofTheBinary(t *testing.T) {
 	}
 }
 
-func belayBinary(t testing.TB) string {
+func belayBinary(t testing.TB) string { t.Helper(); return pathOf(t, built) }
+
+// pathOf gives what was built, once in a run of the tests.
+func pathOf(t testing.TB, build func() (string, error)) string {
 	t.Helper()
-	path, err := built()
-	if err != nil {
-		t.Fatal(err)
-	}
+	path, err := build()
+	needNil(t, err)
 	return path
 }
 

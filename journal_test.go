@@ -647,17 +647,18 @@ func FuzzJournal(f *testing.F) {
 	})
 }
 
-func BenchmarkOpenSession(b *testing.B) {
-	home := b.TempDir()
-	root, err := openStore(home)
-	if err != nil {
-		b.Fatal(err)
-	}
-	defer root.Close()
+// newSession makes a store with one session, s, both closed at the end.
+func newSession(tb testing.TB) (*os.Root, *journal) {
+	root, err := openStore(tb.TempDir())
+	needNil(tb, err)
 	j, err := openSession(root, "s", false, "m", "w")
-	if err != nil {
-		b.Fatal(err)
-	}
+	needNil(tb, err)
+	tb.Cleanup(func() { j.close(); root.Close() })
+	return root, j
+}
+
+func BenchmarkOpenSession(b *testing.B) {
+	root, j := newSession(b)
 	for j.size < 4<<20 {
 		if err := j.add(record{Type: recAssistant, Message: replyMsg(strings.Repeat("some text ", 1000))}); err != nil {
 			b.Fatal(err)
@@ -675,16 +676,7 @@ func BenchmarkOpenSession(b *testing.B) {
 }
 
 func BenchmarkAddSynced(b *testing.B) {
-	root, err := openStore(b.TempDir())
-	if err != nil {
-		b.Fatal(err)
-	}
-	defer root.Close()
-	j, err := openSession(root, "s", false, "m", "w")
-	if err != nil {
-		b.Fatal(err)
-	}
-	defer j.close()
+	_, j := newSession(b)
 	for b.Loop() {
 		if err := j.add(record{Type: recToolStart, Call: "c", Name: "Bash"}); err != nil {
 			b.Fatal(err)

@@ -54,14 +54,7 @@ var attacker = sync.OnceValues(func() (string, error) {
 	return dir + "/attacker", errors.Join(err, os.Chmod(dir, 0o755), os.WriteFile(dir+"/attacker", b, 0o755))
 })
 
-func attackerBinary(t testing.TB) string {
-	t.Helper()
-	path, err := attacker()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return path
-}
+func attackerBinary(t testing.TB) string { t.Helper(); return pathOf(t, attacker) }
 
 func needLandlock(t *testing.T) {
 	t.Helper()
