@@ -4,6 +4,7 @@ package main
 
 import (
 	"bytes"
+	"encoding/json"
 	"fmt"
 	"os"
 	"os/exec"
@@ -11,7 +12,10 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 	"unicode/utf8"
+
+	"golang.org/x/sys/unix"
 )
 
 // procs_test.go holds the parts of procs.go that need no second process: the
@@ -321,4 +325,37 @@ func TestScratchLeftovers(t *testing.T) {
 		os.Remove(d.Name())
 		d.Close()
 	}
+}
+
+// BenchmarkKeeper is a command that does nothing under a keeper of the built
+// binary, less the same command by itself; and a keeper's resident memory.
+func BenchmarkKeeper(b *testing.B) {
+	binary := belayBinary(b)
+	keeper := func(command string, running func(pid int)) {
+		fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+		needNil(b, err)
+		ours, theirs := os.NewFile(uintptr(fds[0]), "ours"), os.NewFile(uintptr(fds[1]), "theirs")
+		c := &exec.Cmd{Path: binary, Args: []string{keeperName}, ExtraFiles: []*os.File{theirs}}
+		needNil(b, c.Start())
+		theirs.Close()
+		in := json.NewDecoder(ours)
+		needNil(b, json.NewEncoder(ours).Encode(jobSpec{Argv: []string{"/bin/sh", "-c", "--", command}, Dir: "/"}))
+		var n note
+		needNil(b, in.Decode(&n))
+		running(c.Process.Pid)
+		needNil(b, in.Decode(&n))
+		ours.Close()
+		needNil(b, c.Wait())
+	}
+	var alone time.Duration
+	for b.Loop() {
+		keeper("true", func(int) {})
+		b.StopTimer()
+		start := time.Now()
+		needNil(b, exec.Command("/bin/sh", "-c", "--", "true").Run())
+		alone += time.Since(start)
+		b.StartTimer()
+	}
+	b.ReportMetric(float64((b.Elapsed()-alone).Microseconds())/float64(b.N)/1000, "ms-over-sh")
+	keeper("sleep 1", func(pid int) { b.ReportMetric(float64(residentOf(b, pid)), "KiB-resident") })
 }
