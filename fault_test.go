@@ -194,6 +194,26 @@ func TestFewProcesses(t *testing.T) {
 	}
 }
 
+// An unsandboxed command may take its keeper's descriptors. Then the keeper sees
+// no process any more; it must not say that there is none.
+func TestKeeperWithoutDescriptors(t *testing.T) {
+	if _, err := exec.LookPath("prlimit"); err != nil {
+		t.Skip("no prlimit here: not every sh can set another process's limit")
+	}
+	t.Parallel()
+	r := execRun(t, serve(t, bash("prlimit --pid $PPID --nofile=0:0; setsid sleep 600 > /dev/null 2>&1 & sleep 0.3; exit 0"), say("done"))).finish(0)
+	if out, _ := r.one("tool_result")["output"].(string); !strings.Contains(out, "could not be ended: children that /proc does not show") {
+		t.Errorf("result %q", out)
+	}
+	until(t, "no process of the run is left", leftWait, func() bool { return len(inDir(r.workspace)) == 0 })
+	// Nor may belay, which still has the connection to the provider.
+	r = execRun(t, serve(t, bash("prlimit --pid $PPID --nofile=0:0; prlimit --pid $(cut -d ' ' -f 4 /proc/$PPID/stat) --nofile=0:0; setsid sleep 600 > /dev/null 2>&1 & sleep 0.3; exit 0"), say("done")))
+	r.finish(1)
+	for _, pid := range inDir(r.workspace) {
+		syscall.Kill(pid, syscall.SIGKILL) // init's by now
+	}
+}
+
 // processesOf counts threads too, as the limit does.
 func processesOf(uid int) (n int) {
 	for _, p := range processes() {

@@ -299,7 +299,9 @@ func (k *keeper) run(spec jobSpec, orders io.ByteReader) (kind string, err error
 				unix.Kill(-k.leader, unix.SIGKILL)
 			}
 			k.last.Left = endTree(k.tree)
-			k.reap() // once everything is dead this leaves no zombie: it is all the keeper's
+			if !k.reap() { // once everything is dead this leaves no zombie: it is all the keeper's
+				k.last.Left = cmp.Or(k.last.Left, "children that /proc does not show")
+			}
 			return "gone", nil
 		}
 	}
@@ -600,7 +602,9 @@ func seccompArch() uint32 {
 }
 
 // filterCalls installs a seccomp filter. Foreign ABIs and io_uring (which
-// opens sockets past a filter) do not exist; without network, socket(2) is for
+// opens sockets past a filter) do not exist; prlimit(2) is for the caller itself,
+// since a limit of memory or descriptors would keep belay and keepers from
+// ending what they started; without network, socket(2) is for
 // AF_UNIX and AF_NETLINK only; below Landlock ABI 3, truncate(2) and O_TRUNC
 // without writing are refused, and openat2(2), whose flags are behind a
 // pointer, does not exist.
@@ -616,7 +620,8 @@ func (c *confinement) filterCalls() error {
 	)
 	type op unix.SockFilter // code, jumps for yes and no in instructions, operand
 	ops := []op{{load, 0, 0, arch}, {is, 1, 0, seccompArch()}, {ret, 0, 0, nosys},
-		{load, 0, 0, nr}, {from, 0, 1, x32}, {ret, 0, 0, nosys}, {is, 0, 1, unix.SYS_IO_URING_SETUP}, {ret, 0, 0, nosys}}
+		{load, 0, 0, nr}, {from, 0, 1, x32}, {ret, 0, 0, nosys}, {is, 0, 1, unix.SYS_IO_URING_SETUP}, {ret, 0, 0, nosys},
+		{is, 0, 4, unix.SYS_PRLIMIT64}, {load, 0, 0, args}, {is, 0, 1, 0}, {ret, 0, 0, unix.SECCOMP_RET_ALLOW}, {ret, 0, 0, deny}}
 	if c.ABI < 3 {
 		ops = append(ops, op{is, 0, 1, unix.SYS_TRUNCATE}, op{ret, 0, 0, deny}, op{is, 0, 1, unix.SYS_OPENAT2}, op{ret, 0, 0, nosys})
 		offsets := map[string]map[uint32]uint32{ // of the flags of each call that opens
@@ -681,10 +686,10 @@ func (h *host) killAll() {
 func (h *host) orphans() []proc {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.held {
-		return nil
-	}
 	all := processes()
+	if h.held || len(all) == 0 { // without descriptors /proc shows nothing: what is left is not known, which must not pass for none
+		return map[bool][]proc{false: {{state: '?'}}}[h.held]
+	}
 	for _, p := range all {
 		if p.ppid == h.pid && p.dead() && h.keepers[p.pid] == nil {
 			// wait4(2), not blocking: ECHILD when it was not ours after all.
@@ -720,8 +725,7 @@ func takesOneWrite(fd int, wait time.Duration) bool {
 type jobOptions struct {
 	runID, home, workspace, sandbox string // home "": nothing is recorded
 	network                         bool
-	writable                        []string
-	dropNames, keepNames            []string // names that children never see; names that the scrub keeps
+	writable, dropNames, keepNames  []string // directories; names that children never see; names that the scrub keeps
 }
 
 // jobs is the table of one run's commands.
@@ -760,8 +764,7 @@ func newJobs(h *host, o jobOptions) (*jobs, error) {
 	if err != nil {
 		return nil, err
 	}
-	t := &jobs{host: h, opts: o, confine: confine, scratch: makeScratch(os.Getenv("TMPDIR"))}
-	t.env = append(scrub(os.Environ(), o.dropNames, o.keepNames), "BELAY_RUN="+o.runID)
+	t := &jobs{host: h, opts: o, confine: confine, scratch: makeScratch(os.Getenv("TMPDIR")), env: append(scrub(os.Environ(), o.dropNames, o.keepNames), "BELAY_RUN="+o.runID)}
 	if t.scratch == nil {
 		return t, nil
 	}
@@ -1003,11 +1006,10 @@ func (t *jobs) close() {
 type output struct {
 	file *os.File // set once; nil: none
 
-	mu      sync.Mutex
-	buf     []byte // guarded by mu, as all below: what came since the last take, less dropped bytes after headKeep
-	dropped int
-	spilled int
-	failed  bool // the file cannot be written: a full disk stops it, never the command
+	mu               sync.Mutex
+	buf              []byte // guarded by mu, as all below: what came since the last take, less dropped bytes after headKeep
+	dropped, spilled int
+	failed           bool // the file cannot be written: a full disk stops it, never the command
 }
 
 func (o *output) Write(b []byte) (int, error) {

@@ -406,7 +406,10 @@ func processAttacks(abi, victim int) []attempt {
 		{"io_uring", "$A io_uring", "ENOSYS"},
 		{"x32", "$A x32", "ENOSYS"},
 		{"capabilities", "$A capabilities", "0000000000000000|000000000000003b"},
-		{"limits of belay", "$A limit belay", "ok"},                   // known to stay open: it may end the run, not falsify it
+		{"limits of belay", "$A limit belay", "EACCES"}, // without descriptors or memory it could not end what it started
+		{"limits of the keeper", "$A limit keeper", "EACCES"},
+		{"limits of a stranger", fmt.Sprintf("$A limit %d", victim), "EACCES"},
+		{"limits of its own", "$A limit 0 && ulimit -c 0", "ok"},
 		{"command line of belay", "$A read belay cmdline exec", "ok"}, // readable: no secret may be in it
 		{"signal among its own", "sleep 60 & kill $!", "ok"},
 	}
