@@ -14,6 +14,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -96,20 +97,46 @@ func victim(tag, kind string) {
 		again("fork-stop", true, nil).Wait()
 	case "fork-stop":
 		again("stop", false, nil)
+	case "headless": // in the background: its first thread has ended, which looks like a zombie
+		again("fork-headless", true, nil).Wait()
+	case "fork-headless":
+		again("no-head", false, nil)
+	case "no-head":
+		go nap()
+		for { // until one of us is on the first thread
+			go func() {
+				runtime.LockOSThread()
+				if syscall.Gettid() == os.Getpid() {
+					syscall.Syscall(syscall.SYS_EXIT, 0, 0, 0) // of the thread
+				}
+				nap()
+			}()
+			time.Sleep(time.Millisecond)
+			if p, _ := readProc(os.Getpid()); p.state == 'Z' {
+				nap()
+			}
+		}
 	}
+}
+
+// argsOf gives the arguments of a process; of one without its first thread only
+// the other threads tell them.
+func argsOf(pid int) []string {
+	names, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/cmdline", pid))
+	for _, name := range append([]string{fmt.Sprintf("/proc/%d/cmdline", pid)}, names...) {
+		if b, _ := os.ReadFile(name); len(b) > 0 {
+			return strings.Split(strings.TrimRight(string(b), "\x00"), "\x00")
+		}
+	}
+	return nil
 }
 
 // tagged gives the pids of the living processes that carry tag in their argv
 // and are no keeper, no belay and no test.
 func tagged(tag string) (pids []int) {
-	names, _ := filepath.Glob("/proc/[0-9]*/cmdline")
-	for _, name := range names {
-		b, _ := os.ReadFile(name)
-		args := strings.Split(strings.TrimRight(string(b), "\x00"), "\x00")
-		pid, _ := strconv.Atoi(strings.Split(name, "/")[2])
-		p, ok := readProc(pid)
-		if ok && !p.dead() && slices.Contains(args, tag) && pid != os.Getpid() {
-			pids = append(pids, pid)
+	for _, p := range processes() {
+		if !p.dead() && p.pid != os.Getpid() && slices.Contains(argsOf(p.pid), tag) {
+			pids = append(pids, p.pid)
 		}
 	}
 	return pids
@@ -513,14 +540,13 @@ func lines(r io.Reader) <-chan string {
 // that makes them hard to end.
 func victims(tag, kind string) bool {
 	want := map[string]map[string]int{"plain": {"plain": 1}, "setsid": {"setsid": 1, "plain": 1}, "daemon": {"plain": 1}, "envless": {"plain": 1},
-		"termign": {"termign": 1}, "stopped": {"stopped": 1, "stop": 1}, "stopdaemon": {"stop": 1}}[kind]
+		"termign": {"termign": 1}, "stopped": {"stopped": 1, "stop": 1}, "stopdaemon": {"stop": 1}, "headless": {"no-head": 1}}[kind]
 	have := map[string]int{}
 	for _, pid := range tagged(tag) {
-		b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
-		args := strings.Split(strings.TrimRight(string(b), "\x00"), "\x00")
+		args := argsOf(pid)
 		status, _ := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
-		last := args[len(args)-1]
-		if last == "stop" && !strings.Contains(string(status), "State:\tT") || last == "termign" && !strings.Contains(string(status), "SigIgn:\t0000000000004007") {
+		last := append([]string{""}, args...)[len(args)]
+		if last == "stop" && !strings.Contains(string(status), "State:\tT") || last == "termign" && !strings.Contains(string(status), "SigIgn:\t0000000000004007") || last == "no-head" && !strings.Contains(string(status), "State:\tZ") {
 			continue
 		}
 		have[last]++
@@ -547,7 +573,7 @@ func keepersOf(belay int) (pids []int) {
 // it to end. Each case first sees its victims alive.
 func TestNothingIsLeft(t *testing.T) {
 	ofTheBinary(t)
-	kinds := []string{"plain", "setsid", "daemon", "envless", "termign", "stopped", "stopdaemon"}
+	kinds := []string{"plain", "setsid", "daemon", "envless", "termign", "stopped", "stopdaemon", "headless"}
 	events := []string{"command ends", "timeout", "cancel", "run ends", "SIGINT", "SIGTERM", "SIGHUP", "reader leaves", "SIGKILL of belay", "SIGKILL of keeper"}
 	for _, kind := range kinds {
 		for _, event := range events {

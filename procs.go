@@ -62,12 +62,14 @@ const (
 // proc is one line of the process list. pid and start together name a process
 // for good within one boot.
 type proc struct {
-	pid, ppid, sid int
-	state          byte
-	start          uint64 // clock ticks since boot
+	pid, ppid, sid, threads int
+	state                   byte   // of the first thread
+	start                   uint64 // clock ticks since boot
 }
 
-func (p proc) dead() bool { return p.state == 'Z' || p.state == 'X' }
+// dead is false of a process whose first thread alone has ended: it is a zombie
+// by its state, and its other threads run on.
+func (p proc) dead() bool { return (p.state == 'Z' || p.state == 'X') && p.threads <= 1 }
 
 // String names what could not be ended: pid, owner and state.
 func (p proc) String() string {
@@ -90,6 +92,7 @@ func readProc(pid int) (p proc, ok bool) {
 	p.pid, p.state = pid, f[0][0]
 	p.ppid, _ = strconv.Atoi(f[1])
 	p.sid, _ = strconv.Atoi(f[3])
+	p.threads, _ = strconv.Atoi(f[17])
 	p.start, _ = strconv.ParseUint(f[19], 10, 64)
 	return p, true
 }
@@ -298,10 +301,8 @@ func (k *keeper) run(spec jobSpec, orders io.ByteReader) (kind string, err error
 				// kill(2) on the group while its leader is not reaped, so that the number is still its own.
 				unix.Kill(-k.leader, unix.SIGKILL)
 			}
-			k.last.Left = endTree(k.tree)
-			if !k.reap() { // once everything is dead this leaves no zombie: it is all the keeper's
-				k.last.Left = cmp.Or(k.last.Left, "children that /proc does not show")
-			}
+			// Once everything is dead the second leaves no zombie: it is all the keeper's.
+			k.last.Left = cmp.Or(endTree(k.tree), map[bool]string{false: "children that /proc does not show"}[k.reap()])
 			return "gone", nil
 		}
 	}
