@@ -73,7 +73,7 @@ func (p proc) dead() bool { return (p.state == 'Z' || p.state == 'X') && p.threa
 
 // String names what could not be ended: pid, owner and state.
 func (p proc) String() string {
-	owner := "unknown"
+	owner := "not shown by /proc"
 	if fi, err := os.Stat("/proc/" + strconv.Itoa(p.pid)); err == nil {
 		owner = strconv.Itoa(int(fi.Sys().(*syscall.Stat_t).Uid))
 	}
