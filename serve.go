@@ -51,7 +51,8 @@ const (
 	// tokens that turn 2 must find cached, and below which there is a warning: templates may rewrite the last reply.
 	probeRepeats, callLimit, answerLimit, leastReuse, goodReuse = 12, 1024, 64, 50, 90
 
-	probeText = "The quick brown fox reads func main() { fmt.Println(\"ok\", 0x1f, 3.14159) } at 23:59:08. " +
+	failedCheck = "selftest failed: %[1]s; see docs/runbook.md#%[1]s" // the last line of a check
+	probeText   = "The quick brown fox reads func main() { fmt.Println(\"ok\", 0x1f, 3.14159) } at 23:59:08. " +
 		"Größe, naïve, Ελληνικά, русский, 日本語のテキスト, 中文文本, 한국어, 🦊🚀. if err != nil { return nil, err } // 1234567890\n"
 	probeTool = `[{"type":"function","function":{"name":"loop_selftest","description":"Report that you can call tools.",` +
 		`"parameters":{"type":"object","properties":{"word":{"type":"string","enum":["ready"]}},"required":["word"]}}}]`
@@ -85,8 +86,13 @@ func breach(what, said string, rules ...rule) *wireError {
 
 // serverProps is what we read of GET /props. ctx is per slot.
 type serverProps struct {
-	role, template, eos string
-	slots, ctx          int
+	Role     string `json:"role"`
+	Template string `json:"chat_template"`
+	EOS      string `json:"eos_token"`
+	Slots    int    `json:"total_slots"`
+	Settings struct {
+		Ctx int `json:"n_ctx"`
+	} `json:"default_generation_settings"`
 }
 
 // upstream is the model's server, set once. As a transport it asks for /props
@@ -144,32 +150,26 @@ func (u *upstream) props(ctx context.Context) (p serverProps, bad *wireError) {
 	if bad != nil {
 		return p, bad
 	}
-	o := object(nil)
-	if json.Valid(said) {
-		o = parse(said)
-	}
-	count := func(o object, key string) int { return int(value(number(o.get(key)))) }
-	p = serverProps{str(o.get("role")), str(o.get("chat_template")), str(o.get("eos_token")), count(o, "total_slots"),
-		count(parse(o.get("default_generation_settings")), "n_ctx")}
+	_ = json.Unmarshal(said, &p) // what is missing or of another type is told below
 	bad = breach(fmt.Sprintf("GET /props: status %d, expected 200", status), string(said),
 		rule{"server-auth", status == 401 || status == 403, "set infer.api_key_env or infer.api_key_file"},
 		rule{"server-loading", status == 503, "the server is loading its model"},
-		rule{"server-router", p.role == "router", "role router, expected none: start llama-server with one model"},
-		rule{"server-not-llama", status != 200 || p.ctx == 0 || p.slots == 0 || p.template == "", "and n_ctx, total_slots and chat_template"})
+		rule{"server-router", p.Role == "router", "role router, expected none: start llama-server with one model"},
+		rule{"server-not-llama", status != 200 || p.Settings.Ctx == 0 || p.Slots == 0 || p.Template == "", "and n_ctx, total_slots and chat_template"})
 	if bad != nil || u.changed == nil {
 		return p, bad
 	}
-	cfg, sum, path := u.cfg, templateSum(p.template), filepath.Join(u.cfg.home, "run", "observed-template.jinja")
+	cfg, sum, path := u.cfg, templateSum(p.Template), filepath.Join(u.cfg.home, "run", "observed-template.jinja")
 	if sum != cfg.expectTemplate {
-		_ = os.WriteFile(path, []byte(p.template), fileMode) // a convenience
+		_ = os.WriteFile(path, []byte(p.Template), fileMode) // a convenience
 	}
-	near := in(templateSum(p.template+"\n")+" "+templateSum(strings.TrimSuffix(p.template, "\n")), cfg.expectTemplate)
+	near := in(templateSum(p.Template+"\n")+" "+templateSum(strings.TrimSuffix(p.Template, "\n")), cfg.expectTemplate)
 	const form = "is %v, the configuration expects %v"
 	return p, breach("GET /props", "",
 		rule{"template-mismatch", sum != cfg.expectTemplate, fmt.Sprintf("the chat template's sha256 "+form+"%s; the server's template is in %s",
 			sum, cfg.expectTemplate, keep(", which differs only in the last newline", near), path)},
-		rule{"n-ctx-mismatch", p.ctx != cfg.expectCtx, fmt.Sprintf("n_ctx, which is per slot, "+form, p.ctx, cfg.expectCtx)},
-		rule{"slots-mismatch", p.slots != cfg.expectSlots, fmt.Sprintf("total_slots "+form, p.slots, cfg.expectSlots)})
+		rule{"n-ctx-mismatch", p.Settings.Ctx != cfg.expectCtx, fmt.Sprintf("n_ctx, which is per slot, "+form, p.Settings.Ctx, cfg.expectCtx)},
+		rule{"slots-mismatch", p.Slots != cfg.expectSlots, fmt.Sprintf("total_slots "+form, p.Slots, cfg.expectSlots)})
 }
 
 func templateSum(text string) string { return fmt.Sprintf("%x", sha256.Sum256([]byte(text))) }
@@ -253,9 +253,9 @@ func (u *upstream) check(ctx context.Context) *wireError {
 	// Its size in tokens is the measure for turn 1: a server that cuts prompts reads fewer.
 	size, said := s.tokens(probe, false)
 	s.want(breach("POST /tokenize", said, rule{"tokenizer", size == 0 || size > len(probe), fmt.Sprintf("%d tokens, expected 1 to %d", size, len(probe))}))
-	eos, _ := s.tokens(p.eos, true)
-	s.tell(eos == 1, "POST /tokenize: the end-of-sequence text %.*q has %d tokens, expected 1", saidMax, p.eos, eos)
-	s.tell(true, "template %.12s, n_ctx %d, slots %d; the probe has %d tokens", templateSum(p.template), p.ctx, p.slots, size)
+	eos, _ := s.tokens(p.EOS, true)
+	s.tell(eos == 1, "POST /tokenize: the end-of-sequence text %.*q has %d tokens, expected 1", saidMax, p.EOS, eos)
+	s.tell(true, "template %.12s, n_ctx %d, slots %d; the probe has %d tokens", templateSum(p.Template), p.Settings.Ctx, p.Slots, size)
 
 	// An agent's whole work goes through structured calls.
 	r := s.once(post+"tool call", u.cfg.slotBackground, callLimit, probeTool,
@@ -383,7 +383,7 @@ func runServe(cfg *config, stderr io.Writer) (code int, err error) {
 	if bad := d.model.check(starting); starting.Err() != nil {
 		return 0, nil
 	} else if bad != nil {
-		return 1, errors.New(failure(bad))
+		return 1, fmt.Errorf(failedCheck, bad.Anchor)
 	}
 	lock.note("serving")
 	if err = d.listen(); err != nil {
@@ -399,11 +399,6 @@ func runServe(cfg *config, stderr io.Writer) (code int, err error) {
 // sayTo prints lines for the operator.
 func sayTo(stderr io.Writer, start string) func(string, ...any) {
 	return func(format string, args ...any) { fmt.Fprintln(stderr, start+fmt.Sprintf(format, args...)) }
-}
-
-// failure is the last line of a check that failed.
-func failure(bad *wireError) string {
-	return fmt.Sprintf("selftest failed: %[1]s; see docs/runbook.md#%[1]s", bad.Anchor)
 }
 
 // loop owns the lock, the socket and the stages of the end: 1 drain, 2 now.
@@ -481,7 +476,7 @@ func (d *daemon) recheckLocked() {
 	go func() {
 		bad := d.model.check(context.Background())
 		if bad != nil {
-			d.say("%s", failure(bad))
+			d.say(failedCheck, bad.Anchor)
 		}
 		d.mu.Lock()
 		defer d.mu.Unlock()
@@ -611,46 +606,38 @@ func (p *peer) send(id int64, final bool, within time.Duration, msg any) error {
 
 // follow sends the events of a turn from number next on, as fast as the client
 // takes them, and its final message. In place of those that are no longer kept,
-// and of those that no frame can hold, it says how many they were.
+// and of one that no frame can hold, it says how many they were.
 func (p *peer) follow(t *turn, id, next int64) {
-	missed, reply, within := int64(0), wireReply{Type: "event", Session: t.session}, time.Duration(0)
-	show := func(seq int64, event json.RawMessage) bool {
-		reply.Seq, reply.Event = seq, event
-		return p.send(id, false, within, &reply) == nil
-	}
-	catchUp := func() {
-		if missed > 0 && show(next-1, jsonObject("type", "lagged", "dropped", missed)) {
-			missed = 0
-		}
-	}
-	for final := any(nil); final == nil; {
+	lagged := func(n int64) json.RawMessage { return jsonObject("type", "lagged", "dropped", n) }
+	for {
 		p.d.mu.Lock()
 		for !p.gone && t.final == nil && t.seq < next {
 			p.d.moved.Wait()
 		}
-		if p.gone {
-			p.d.mu.Unlock()
-			return
-		}
-		first := t.seq + 1 - int64(len(t.kept))
-		missed, next = missed+max(0, first-next), max(next, first)
-		news := t.kept[min(next-first, int64(len(t.kept))):]
-		if reply.Turn, final = t.number, t.final; final != nil {
+		gone, final, within, reply := p.gone, t.final, time.Duration(0), wireReply{Type: "event", Session: t.session, Turn: t.number, Seq: next}
+		if final != nil {
 			within = finalWait
+		}
+		switch first := t.seq + 1 - int64(len(t.kept)); {
+		case next < first:
+			reply.Seq, reply.Event = first-1, lagged(first-next)
+		case next <= t.seq:
+			reply.Event = t.kept[next-first]
+		default:
 			delete(p.open, id)
 		}
 		p.d.mu.Unlock()
-		for _, event := range news {
-			catchUp()
-			if !show(next, event) {
-				missed++
-			}
-			next++
-		}
-		if final != nil {
-			catchUp()
+		switch {
+		case gone:
+			return
+		case reply.Event == nil:
 			_ = p.send(id, true, within, final)
+			return
+		case p.send(id, false, within, &reply) != nil:
+			reply.Event = lagged(1)
+			_ = p.send(id, false, within, &reply) // an error is that the client has left, too
 		}
+		next = reply.Seq + 1
 	}
 }
 
@@ -674,7 +661,10 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if p.open[e.ID] != nil { // the open request is still to get its one final frame
+	switch {
+	case d.peers == nil: // and nobody may follow a turn from now on
+		return e.ID, errDraining
+	case p.open[e.ID] != nil: // the open request is still to get its one final frame
 		return 0, newWireError(codeDuplicateID, fmt.Sprintf("the id %d belongs to an open request", e.ID))
 	}
 	t := &turn{session: r.Session}
@@ -793,13 +783,7 @@ func storeError(err error) *wireError {
 	return e
 }
 
-// emit keeps an event for those who follow the turn.
-func (d *daemon) emit(t *turn, event []byte) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.emitLocked(t, event)
-}
-
+// emitLocked keeps an event for those who follow the turn.
 func (d *daemon) emitLocked(t *turn, event []byte) {
 	event = bytes.TrimSpace(event)
 	t.seq, t.kept, t.keptSize = t.seq+1, append(t.kept, event), t.keptSize+len(event)
@@ -878,6 +862,9 @@ func (d *daemon) slot(ctx context.Context, t *turn) error {
 			d.emitLocked(t, jsonObject("type", "queued", "position", place))
 		}
 	}
+	if ctx.Err() == nil {
+		d.emitLocked(t, jsonObject("type", "started", "slot", d.cfg.slotMain))
+	}
 	return context.Cause(ctx)
 }
 
@@ -894,11 +881,14 @@ func (d *daemon) converse(ctx context.Context, t *turn, j *journal, a *agent) (a
 		return "", err
 	}
 	defer done()
-	a.emit = func(kind string, pairs ...any) { d.emit(t, encodeEvent(kind, pairs...)) }
+	a.emit = func(kind string, pairs ...any) {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.emitLocked(t, encodeEvent(kind, pairs...))
+	}
 	a.journal = func(rec record) error { return d.record(j, rec) }
 	a.noServices = "only exec can release a service"
 	a.extra = map[string]any{"id_slot": d.cfg.slotMain, "cache_prompt": true, "return_progress": true}
-	d.emit(t, jsonObject("type", "started", "slot", d.cfg.slotMain))
 	a.emit("start", "session_id", t.session, "model", d.cfg.model, "workspace", d.cfg.workspace, "sandbox", d.cfg.sandbox,
 		"network", !a.noNetwork, "version", version())
 	system, _ := systemPrompt(d.cfg, a.jobs) // its notices speak of flags of exec
@@ -1018,6 +1008,6 @@ func runProbe(cfg *config, stdout, stderr io.Writer) (code int, err error) {
 	if cfg.jsonOut {
 		form = `{"template_sha256":%q,"n_ctx":%d,"slots":%d}` + "\n"
 	}
-	fmt.Fprintf(stdout, form, templateSum(p.template), p.ctx, p.slots)
+	fmt.Fprintf(stdout, form, templateSum(p.Template), p.Settings.Ctx, p.Slots)
 	return 0, nil
 }
