@@ -451,6 +451,14 @@ func streaming(release <-chan struct{}) func(http.ResponseWriter, *http.Request)
 	}
 }
 
+// held has the first turn wait for release in the middle of its answer; the
+// others get text at once.
+func (f *fakeLlama) held(text string) (release chan struct{}) {
+	release = make(chan struct{})
+	f.turn = func(n int, _ map[string]any) any { return []any{streaming(release), say(text)}[min(n, 1)] }
+	return release
+}
+
 func TestCheckOfTheServer(t *testing.T) {
 	t.Parallel()
 	props := func(change func(map[string]any)) map[string]any {
@@ -632,8 +640,7 @@ func TestCancelFromElsewhereAtEveryPoint(t *testing.T) {
 
 func TestAKilledClientsTurnGoesOnAndAnotherAttaches(t *testing.T) {
 	f := newFakeLlama(t)
-	release := make(chan struct{})
-	f.turn = func(n int, _ map[string]any) any { return []any{streaming(release), say("other")}[min(n, 1)] }
+	release := f.held("other")
 	d := loopd(t, f.home("")).serving()
 	first := d.dial()
 	first.send(1, aTurn("s", "x", false)).until("content")
@@ -677,26 +684,32 @@ func TestDisconnectCancelsWhereAsked(t *testing.T) {
 
 func TestTheQueueIsFirstComeFirstServedAndBounded(t *testing.T) {
 	f := newFakeLlama(t)
-	release := make(chan struct{})
-	f.turn = func(n int, _ map[string]any) any { return []any{streaming(release), say("fine")}[min(n, 1)] }
+	release := f.held("fine")
 	d := loopd(t, f.home("max_queue = 3")).serving()
 	w := d.dial()
-	w.send(1, aTurn("s1", "x", false)).until("content")
+	w.send(1, aTurn("s1", "turn 1", false)).until("content")
 	for i := 2; i <= 4; i++ {
-		w.send(int64(i), aTurn(fmt.Sprintf("s%d", i), "x", false)).until("queued")
+		w.send(int64(i), aTurn(fmt.Sprintf("s%d", i), fmt.Sprint("turn ", i), false)).until("queued")
 	}
 	d.dial().send(1, aTurn("s5", "x", false)).want(1, "erroroverloaded")
 	d.dial().send(1, wireRequest{Type: "cancel", Session: "s3"}).want(1, "ok") // one that waits
-	var order []int64
-	for len(order) < 4 {
+	for n := 0; n < 4; {
 		if m := w.next(); m.final {
-			if order = append(order, m.id); len(order) == 1 {
+			if n++; n == 1 {
 				close(release)
+			}
+			if n == 1 && m.id != 3 {
+				t.Errorf("the first final frame is that of %d", m.id)
 			}
 		}
 	}
-	if fmt.Sprint(order) != "[3 1 2 4]" {
-		t.Errorf("finals in the order %v", order)
+	order := ""
+	for i := range 3 { // as the server saw them
+		all := f.body(i)["messages"].([]any)
+		order += fmt.Sprint(all[len(all)-1].(map[string]any)["content"], " ")
+	}
+	if order != "turn 1 turn 2 turn 4 " {
+		t.Errorf("turns in the order %q", order)
 	}
 }
 
@@ -831,8 +844,7 @@ func TestTheThirdSignalKillsAndLeaves(t *testing.T) {
 
 func TestADeletedSocketComesBack(t *testing.T) {
 	f := newFakeLlama(t)
-	release := make(chan struct{})
-	f.turn = func(int, map[string]any) any { return streaming(release) }
+	release := f.held("fine")
 	d := loopd(t, f.home("")).serving()
 	w := d.dial()
 	w.send(1, aTurn("s", "x", false)).until("content")
@@ -910,8 +922,7 @@ func TestAServerThatFailsATurn(t *testing.T) {
 
 func TestHostileClientsLeaveARunningTurnUntouched(t *testing.T) {
 	f := newFakeLlama(t)
-	release := make(chan struct{})
-	f.turn = func(int, map[string]any) any { return streaming(release) }
+	release := f.held("fine")
 	d := loopd(t, f.home("max_frame_bytes = 65536")).serving()
 	w := d.dial()
 	w.send(1, aTurn("s", "x", false)).until("content")
@@ -959,8 +970,7 @@ func TestHostileClientsLeaveARunningTurnUntouched(t *testing.T) {
 
 func TestManyIdleConnections(t *testing.T) {
 	f := newFakeLlama(t)
-	release := make(chan struct{})
-	f.turn = func(int, map[string]any) any { return streaming(release) }
+	release := f.held("fine")
 	d := loopd(t, f.home("max_clients = 8")).serving()
 	w := d.dial()
 	w.send(1, aTurn("s", "x", false)).until("content")
