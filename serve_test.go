@@ -227,6 +227,20 @@ func (d *testDaemon) end() int {
 	return d.cmd.ProcessState.ExitCode()
 }
 
+// signalToTheEnd sends SIGTERM until the daemon has ended.
+func (d *testDaemon) signalToTheEnd(what string) {
+	d.t.Helper()
+	until(d.t, what, deadline, func() bool {
+		d.cmd.Process.Signal(syscall.SIGTERM)
+		select {
+		case <-d.waited:
+			return true
+		case <-time.After(100 * time.Millisecond):
+			return false
+		}
+	})
+}
+
 func (d *testDaemon) kill() {
 	d.cmd.Process.Kill()
 	<-d.waited
@@ -786,15 +800,7 @@ func TestSignalsAfterTheFirst(t *testing.T) {
 	d.cmd.Process.Signal(syscall.SIGTERM)
 	until(t, "it drains", deadline, func() bool { return d.status().Phase == "draining" })
 	// Within a second a signal counts as the same one: it is sent until it counts as the next.
-	until(t, "the second signal cancels", deadline, func() bool {
-		d.cmd.Process.Signal(syscall.SIGTERM)
-		select {
-		case <-d.waited:
-			return true
-		case <-time.After(100 * time.Millisecond):
-			return false
-		}
-	})
+	d.signalToTheEnd("the second signal cancels")
 	w.want(1, "resultinterrupted")
 	if recs := d.journal("s"); recs[len(recs)-1].Stop != "interrupted" {
 		t.Errorf("%+v", recs)
@@ -819,15 +825,7 @@ func TestTheThirdSignalKillsAndLeaves(t *testing.T) {
 		}
 	}
 	// Within a second a signal counts as the one before it: it is sent until all three have come.
-	until(t, "the third signal ends the daemon", deadline, func() bool {
-		d.cmd.Process.Signal(syscall.SIGTERM)
-		select {
-		case <-d.waited:
-			return true
-		case <-time.After(100 * time.Millisecond):
-			return false
-		}
-	})
+	d.signalToTheEnd("the third signal ends the daemon")
 	if code := d.end(); code != 143 {
 		t.Errorf("code %d, want 143\n%s", code, d.err.String())
 	}
