@@ -33,9 +33,9 @@ func TestTOMLReadsWhatItSupports(t *testing.T) {
 		{"no final line end", "a = 1", map[string]any{"a": int64(1)}},
 		{"comments and blanks", "# c\n\n \t a\t=\t1 # c\n#", map[string]any{"a": int64(1)}},
 		{"table", "[t]\na=1\nb=2\n[ u ] # c\na=3", map[string]any{"t.a": int64(1), "t.b": int64(2), "u.a": int64(3)}},
-		{"empty table", "[t]", map[string]any{"t": tomlTable{}}},
+		{"empty table", "[t]", map[string]any{"t": nil}},
 		{"dotted", "t . a = 1\nt.b=2", map[string]any{"t.a": int64(1), "t.b": int64(2)}},
-		{"quoted keys", "\"t\".'a' = 1\n\"a b\" = 2\n'' = 3\n\"c.d\" = 4", map[string]any{"t.a": int64(1), `"a b"`: int64(2), `""`: int64(3), `"c.d"`: int64(4)}},
+		{"quoted keys", "\"t\".'a' = 1\n'u' . \"b\" = 2\n[ 'w' ]\n\"a\" = 3", map[string]any{"t.a": int64(1), "u.b": int64(2), "w.a": int64(3)}},
 		{"digits as key", "12 = 1\n-_- = 2", map[string]any{"12": int64(1), "-_-": int64(2)}},
 		{"numbers as dotted key", "3.14 = 1", map[string]any{"3.14": int64(1)}},
 		{"escapes", `a = "\b\t\n\f\r\"\\\u00e9\U0001F600\\a"`, map[string]any{"a": "\b\t\n\f\r\"\\é😀\\a"}},
@@ -49,7 +49,8 @@ func TestTOMLReadsWhatItSupports(t *testing.T) {
 		{"limits", "a = 9223372036854775807\nb = -9223372036854775808", map[string]any{"a": int64(math.MaxInt64), "b": int64(math.MinInt64)}},
 		{"floats", "a = 1.5\nb = -0.01\nc = 5e+22\nd = 1e06\ne = -2E-2\nf = 6.626e-34\ng = 224_617.445_991\nh = 0.0\ni = 0e0", map[string]any{"a": 1.5, "b": -0.01, "c": 5e22, "d": 1e6, "e": -2e-2, "f": 6.626e-34, "g": 224617.445991, "h": 0.0, "i": 0.0}},
 		{"booleans", "a = true\nb=false", map[string]any{"a": true, "b": false}},
-		{"lists", "a = []\nb = [1,2]\nc = [ 1 , \"x\" , true , 1.5 ]\nd = [[1],[],]", map[string]any{"a": []any{}, "b": []any{int64(1), int64(2)}, "c": []any{int64(1), "x", true, 1.5}, "d": []any{[]any{int64(1)}, []any{}}}},
+		{"lists", "a = []\nb = [1,2]\nc = [ 1 , \"x\" , true , 1.5 , ]", map[string]any{"a": []any{}, "b": []any{int64(1), int64(2)}, "c": []any{int64(1), "x", true, 1.5}}},
+		{"comments in lists", "a = [ # 'no' 2 ]\n '# yes', # \"\n \"#\" ]", map[string]any{"a": []any{"# yes", "#"}}},
 		{"list over lines", "a = [ # c\n\n 1, # one\n 2\n # end\n , \n]\nb = 1", map[string]any{"a": []any{int64(1), int64(2)}, "b": int64(1)}},
 		{"table after list", "a = [\n1]\n[t]\nb=1", map[string]any{"a": []any{int64(1)}, "t.b": int64(1)}},
 	} {
@@ -60,7 +61,7 @@ func TestTOMLReadsWhatItSupports(t *testing.T) {
 				continue
 			}
 			for name, v := range got {
-				if _, isTable := v.(tomlTable); isTable && c.want[name] == nil {
+				if _, wanted := c.want[name]; v == nil && !wanted {
 					delete(got, name)
 				}
 			}
@@ -90,7 +91,9 @@ func TestTOMLRefusesTheRestWithItsLine(t *testing.T) {
 		{"a = 01", 1}, {"a = 0_1", 1}, {"a = -01", 1}, {"a = 1__0", 1}, {"a = _1", 1}, {"a = 1_", 1}, {"a = 0x", 1}, {"a = 0x_1", 1}, {"a = 0X1", 1}, {"a = 0B1", 1}, {"a = 0O1", 1}, {"a = +0x1", 1}, {"a = -0b1", 1}, {"a = 0o8", 1}, {"a = 0b2", 1}, {"a = 0xg", 1}, {"a = 0777", 1}, {"a = ++1", 1}, {"a = +-1", 1}, {"a = +", 1}, {"a = - 1", 1},
 		{"a = 9223372036854775808", 1}, {"a = -9223372036854775809", 1}, {"a = 0x8000000000000000", 1},
 		{"a = 1.", 1}, {"a = .5", 1}, {"a = -.5", 1}, {"a = +.5", 1}, {"a = 1.e5", 1}, {"a = 1e", 1}, {"a = 1e5.5", 1}, {"a = 1._5", 1}, {"a = 1_.5", 1}, {"a = 1.5_", 1}, {"a = 1e_5", 1}, {"a = 01.5", 1}, {"a = 00e1", 1}, {"a = 0x1p-2", 1}, {"a = 1e999", 1}, {"a = 1.2.3", 1}, {"a = e5", 1}, {"a = E", 1}, {"a = .", 1}, {"a = 1.+5", 1}, {"a = infinity", 1},
-		{"a = [1 2]", 1}, {"a = [,]", 1}, {"a = [1,,2]", 1}, {"a = [1", 2}, {"a = [\n1,\n", 4}, {"a = [1]]", 1}, {"a = ]", 1}, {"a = [1 # ]\n2]", 2}, {"a = " + strings.Repeat("[", 100), 1},
+		{"a = [1 2]", 1}, {"a = [,]", 1}, {"a = [1,,2]", 1}, {"a = [1", 1}, {"\na = [\n1,\n", 2}, {"a = [1]]", 1}, {"a = ]", 1}, {"a = [1 # ]\n2]", 1}, {"a = " + strings.Repeat("[", 100), 1}, {"a = [1, 9223372036854775808]", 1},
+		// Keys that need their quotes, lists in lists: right, and of no use here.
+		{"\"a b\" = 1", 1}, {"'' = 1", 1}, {"\"c.d\" = 1", 1}, {"\"\\u0061\" = 1", 1}, {"a = [[1],[],]", 1}, {"a = [[]]", 1},
 		// Twice.
 		{"a=1\na=2", 2}, {"a=1\n\"a\"=2", 2}, {"[t]\n[t]", 2}, {"[t]\n[u]\n[\"t\"]", 3}, {"t=1\n[t]", 2}, {"t.a=1\n[t]", 2}, {"t=1\nt.a=2", 2}, {"t.a=1\nt=2", 2}, {"t.a=1\nt.a=2", 2}, {"a=1\na=[\n\n]", 2}, {"t=[1]\n[t]", 2}, {"t=[1]\nt.a=1", 2},
 		// Characters.
@@ -129,7 +132,7 @@ func encodeTOML(m map[string]any) string {
 	var keys, tables strings.Builder
 	for name, v := range m {
 		holds := func(n string) bool { return strings.HasPrefix(n, name+".") }
-		if _, isTable := v.(tomlTable); !isTable {
+		if v != nil {
 			fmt.Fprintf(&keys, "%s = %s\n", name, value(v))
 		} else if !slices.ContainsFunc(slices.Collect(maps.Keys(m)), holds) {
 			fmt.Fprintf(&tables, "[%s]\n", name)
@@ -185,14 +188,14 @@ func mustLoad(t *testing.T, env []string, args ...string) *config {
 func wantUsage(t *testing.T, env []string, args []string, wants ...string) {
 	t.Helper()
 	c, err := loadArgs(t, env, args...)
-	var usage *usageError
-	if !errors.As(err, &usage) {
+	var help *helpRequest
+	if err == nil || errors.As(err, &help) {
 		t.Errorf("%q with %q: got %v, %v, want a usage error", args, env, c, err)
 		return
 	}
 	for _, want := range wants {
-		if !strings.Contains(usage.msg, want) {
-			t.Errorf("%q: got %q, want it to contain %q", args, usage.msg, want)
+		if !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: got %q, want it to contain %q", args, err, want)
 		}
 	}
 }
@@ -232,7 +235,7 @@ func TestSeedCommandLines(t *testing.T) {
 		"--model", "deepseek-chat", "--output-format", "stream-json", "start the service, then confirm")
 	if c.command != "exec" || c.workspace != work || !c.noProjectConfig || !c.auto || c.sandbox != "danger-full-access" || !c.sandboxFlag ||
 		c.format != "stream-json" || c.prompt != "start the service, then confirm" || c.url != url+"/v1/chat/completions" ||
-		c.key.reveal() != "ci-test-key-not-real" || c.keyNote != "" || c.file != "" || c.home != home+"/.belay" || c.maxTokens != 0 {
+		c.key.reveal() != "ci-test-key-not-real" || c.keyNote != "" || c.home != home+"/.belay" || c.maxTokens != 0 {
 		t.Errorf("exec: %v", c.values)
 	}
 
@@ -242,9 +245,9 @@ func TestSeedCommandLines(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if c.program != "loopd" || c.socket != dir+"/server.sock" || c.home != dir || c.file != file || c.expectTemplate != testTemplate || c.expectCtx != 131072 ||
+	if c.program != "loopd" || c.socket != dir+"/server.sock" || c.home != dir || c.expectTemplate != testTemplate || c.expectCtx != 131072 ||
 		c.expectSlots != 2 || c.poll != 40*time.Millisecond || c.liveness != 500*time.Millisecond || !slices.Equal(c.backoff, []time.Duration{10 * time.Millisecond}) ||
-		c.maxTokens != 8192 || c.workspace != "" || c.url != "http://localhost/v1/chat/completions" || c.key != "" {
+		c.maxTokens != 8192 || c.workspace != "" || c.url != "http://localhost/v1/chat/completions" || c.key.reveal() != "" {
 		t.Errorf("serve: %v", c.values)
 	}
 }
@@ -274,8 +277,8 @@ func TestServeIsDeafToTheEnvironment(t *testing.T) {
 	}
 	// The file of a daemon is found in its home, and the key is the one thing that it takes.
 	writeConfig(t, dir+"/in-env/config.toml", base, 0o644)
-	if c := mustLoad(t, append(loud, "BELAY_API_KEY=general"), "serve"); c.file != dir+"/in-env/config.toml" || c.key.reveal() != "general" {
-		t.Errorf("file %s, key %s", c.file, c.key)
+	if c := mustLoad(t, append(loud, "BELAY_API_KEY=general"), "serve"); originOf(c, "infer.model") != `"m" file:3` || c.key.reveal() != "general" {
+		t.Errorf("model %s, key %s", originOf(c, "infer.model"), c.key)
 	}
 }
 
@@ -292,7 +295,7 @@ func TestPrecedence(t *testing.T) {
 	}{
 		{bare, []string{"exec", "hi"}, map[string]string{
 			"infer.model": `"m" env BELAY_MODEL`, "exec.sandbox": `"workspace-write" default`, "exec.network": "false default", "exec.writable": "[] default", "limits.max_turns": "200 default",
-			"paths.home": strconv.Quote(dir+"/x/.belay") + " default", "infer.max_tokens": "unset default", "infer.allow_insecure_http": "false default", "limits.retry_backoff_ms": "[500, 2000, 8000, 20000] default", "infer.api_key": "[unset] default"}},
+			"paths.home": strconv.Quote(dir+"/x/.belay") + " default", "infer.max_tokens": "unset default", "infer.allow_insecure_http": "false default", "limits.retry_backoff_ms": "[500,2000,8000,20000] default", "infer.api_key": "[unset] default"}},
 		{inFile, []string{"exec", "hi"}, map[string]string{
 			"infer.base_url": `"http://127.0.0.1:3/file" file:2`, "infer.model": `"file" file:3`, "infer.allow_insecure_http": "true file:4", "limits.max_turns": "3 file:6", "exec.sandbox": `"read-only" file:8`,
 			"exec.network": "true file:9", "exec.writable": `["/file"] file:10`, "paths.home": strconv.Quote(dir+"/home") + " env BELAY_HOME", "paths.workspace": `"/" file:13`}},
@@ -315,7 +318,7 @@ func TestPrecedence(t *testing.T) {
 		}
 	}
 	c := mustLoad(t, inEnv, flags...)
-	if len(c.writable) != 2 || c.writable[0] != "/a" || filepath.Base(c.writable[1]) != "b" || !filepath.IsAbs(c.writable[1]) || !c.allowHTTP || c.maxTurns != 7 {
+	if len(c.writable) != 2 || c.writable[0] != "/a" || filepath.Base(c.writable[1]) != "b" || !filepath.IsAbs(c.writable[1]) || c.maxTurns != 7 {
 		t.Errorf("writable %q", c.writable)
 	}
 }
@@ -385,19 +388,20 @@ env_keep = ["a b"]
 `, 0o644)
 	_, err := loadArgs(t, nil, "exec", "--config", file, "hi")
 	want := []string{
-		file + ":1: infre.x: found an unknown name, allowed exec.env_keep exec.network ",
-		file + ":3: infer.modle: found an unknown name, allowed exec.env_keep exec.network ",
+		file + ":1: infre.x: found an unknown name, allowed infer.socket infer.wait_for_server ",
+		file + ":3: infer.modle: found an unknown name, allowed infer.socket infer.wait_for_server ",
 		file + ":4: infer.max_tokens: found 4 bytes of text, allowed an integer from 1 to",
 		file + ":5: infer.api_key_env: found 14 bytes of text, allowed text that matches [A-Za-z_]",
 		file + ":6: infer.socket: found 121 bytes of text, allowed an absolute path of at most 107 bytes",
 		file + ":7: infer.base_url: found 25 bytes of text, allowed http://",
+		file + ":7: infer.base_url: found infer.socket as well, allowed one of them",
 		file + ":9: slots.main: found 200, allowed an integer from 0 to 127",
-		file + ":10: nonsense: found an unknown name, allowed exec.env_keep exec.network ",
+		file + ":10: nonsense: found an unknown name, allowed infer.socket infer.wait_for_server ",
 		file + ":12: limits.poll_ms: found 1.5, allowed an integer from 10 to 60000",
-		file + ":13: limits.retry_backoff_ms: found [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], allowed a list of at most 10",
+		file + ":13: limits.retry_backoff_ms: found [1,2,3,4,5,6,7,8,9,10,11], allowed a list of at most 10",
 		file + `:15: exec.sandbox: found "none", allowed text that matches read-only|workspace-write|`,
 		file + ":16: exec.network: found 0, allowed true or false",
-		file + `:17: exec.env_keep: found ["a b"], allowed a list, each text that matches [A-Za-z_]`,
+		file + `:17: exec.env_keep: found ["a b"], allowed text that matches [A-Za-z_]`,
 		file + ":18: found limits a second time",
 	}
 	lines := strings.Split(fmt.Sprint(err), "\n")
@@ -418,7 +422,7 @@ env_keep = ["a b"]
 func TestConfigFileIsFound(t *testing.T) {
 	dir := t.TempDir()
 	bad := writeConfig(t, dir+"/.belay/config.toml", "\n?", 0o644)
-	wantUsage(t, []string{"HOME=" + dir}, []string{"config"}, bad+":2: found no key")
+	wantUsage(t, []string{"HOME=" + dir}, []string{"config"}, bad+":2: found neither")
 	wantUsage(t, nil, []string{"config", "--config", dir + "/none"}, "reading the configuration: open "+dir+"/none: no such file")
 	wantUsage(t, nil, []string{"config", "--config", dir}, "reading the configuration: ", "is a directory")
 	wantUsage(t, nil, []string{"config", "--config", ""}, "--config: found")
@@ -426,8 +430,8 @@ func TestConfigFileIsFound(t *testing.T) {
 	wantUsage(t, []string{"BELAY_CONFIG_PATH=~/x"}, []string{"config"}, "BELAY_CONFIG_PATH: found")
 	mustLoad(t, []string{"BELAY_CONFIG_PATH=" + dir + "/none"}, "config")
 	mustLoad(t, []string{"HOME=" + bad}, "config") // ENOTDIR: nothing is there
-	if c := mustLoad(t, []string{"HOME=" + dir, "BELAY_CONFIG_PATH=" + dir + "/none"}, "config"); c.file != "" {
-		t.Errorf("read %s", c.file)
+	if c := mustLoad(t, []string{"HOME=" + dir, "BELAY_CONFIG_PATH=" + dir + "/none"}, "config"); strings.Contains(fmt.Sprint(c.values), "file:") {
+		t.Errorf("read a file: %v", c.values)
 	}
 	// Nothing is read for the one that must always work.
 	for _, args := range [][]string{{"version"}, {"--version"}, {"exec", "--version"}} {
@@ -477,28 +481,23 @@ func TestCommandLine(t *testing.T) {
 	}
 	for args, want := range map[string]string{
 		"": `found command "", allowed exec serve`, "run x": `found command "run", allowed exec serve`, "run --help": `found command "run", allowed exec serve`, "exec": "exec: found no prompt", "exec  ": "no prompt", "turn": "turn: found no prompt",
-		"exec --nope x": "--nope", "--nope exec x": "not defined: --nope", "exec --model": "needs an argument: --model", "exec --max-turns 0 x": "--max-turns: found 0, allowed an integer from 1", "exec --max-turns x y": `--max-turns: found "x", allowed an integer`,
+		"exec --nope x": "-nope", "--nope exec x": "not defined: -nope; see belay help", "exec --model": "needs an argument: -model", "exec --max-turns 0 x": "--max-turns: found 0, allowed an integer from 1", "exec --max-turns x y": `--max-turns: found "x", allowed an integer`,
 		"exec --timeout -1s x": "--timeout: found \"-1s\", allowed a duration", "exec --timeout 5 x": "--timeout", "exec --sandbox full x": `--sandbox: found "full", allowed text that matches read-only|workspace-write|`, "exec --output-format xml x": `--output-format: found "xml", allowed text that matches text|json|stream-json`,
 		"exec --json --output-format text x": "--json: found --output-format text", "exec --json --output-format stream-json x": "--json: found --output-format", "exec --record a --replay b x": "--record: found --replay", "exec --auto=maybe x": `--auto: found "maybe", allowed true or false`,
-		"--auto exec x": "--auto belongs after the command exec", "serve --auto": "--auto belongs after the command exec", "exec --now x": "--now belongs after the command shutdown", "exec --session s x": "--session belongs after the command turn", "config --json": "--json belongs after the command exec or demo or turn",
-		"exec --set x": "--set: found another form, allowed KEY=VALUE", "exec --set infer.nope=1 x": "infer.wait_for_server", "exec --set infer=1 x": "--set infer: found an unknown name", "exec --set infer.model=1 x": "--set infer.model: found 1, allowed", "exec --set infer.model=\"x y": "--set infer.model: found 3 bytes of text, allowed",
+		"--auto exec x": "not defined: -auto; see belay help", "serve --auto": "not defined: -auto; see belay help", "exec --now x": "not defined: -now; see belay help", "exec --session s x": "not defined: -session; see belay help", "config --json": "not defined: -json; see belay help",
+		"exec --set x": "--set x: found an unknown name, allowed infer.socket", "exec --set infer.nope=1 x": "infer.wait_for_server", "exec --set infer=1 x": "--set infer: found an unknown name", "exec --set infer.model=1 x": "--set infer.model: found 1, allowed", "exec --set infer.model=\"x y": "--set infer.model: found 3 bytes of text, allowed",
 		"exec --set limits.max_turns=x y": `--set limits.max_turns: found "x"`, "exec --record= x": "--record: found \"\"",
 		"cancel": "cancel: found 0 operands", "cancel a b": "cancel: found 2 operands", "status x": "status: found 1 operands", "services start x": "services: found 2 operands", "services stop": "services: found 1 operands", "help nope": "help: found 1 operands",
-		"exec --workspace /nonexistent x": "paths.workspace: found /nonexistent, which is not a directory", "exec -C /etc/passwd x": "not a directory", "exec --writable / x": "exec.writable: found /, allowed", "exec --home /a/b --writable /a x": "exec.writable: found /a, allowed", "exec --home /a --writable /a x": "exec.writable: found /a,",
+		"exec --workspace /nonexistent x": "paths.workspace: /nonexistent is not a directory", "exec -C /etc/passwd x": "not a directory", "exec --writable / x": "exec.writable: found /, allowed", "exec --home /a/b --writable /a x": "exec.writable: found /a, allowed", "exec --home /a --writable /a x": "exec.writable: found /a,",
 	} {
 		wantUsage(t, env, strings.Split(args, " "), want)
 	}
-	for args, topic := range map[string]string{"help": "", "--help": "", "-h": "", "help exec": "exec", "--help exec": "exec", "help --help": "help", "exec --help": "exec", "exec -h x": "exec", "--model x serve -h": "serve"} {
+	for args, topic := range map[string]string{"help": "", "--help": "", "-h": "", "help exec": "exec", "--help exec": "", "help --help": "help", "exec --help": "exec", "exec -h x": "exec", "--model x serve -h": "serve"} {
 		var help *helpRequest
 		if _, err := loadArgs(t, env, strings.Split(args, " ")...); !errors.As(err, &help) || help.topic != topic {
 			t.Errorf("%q: got %v, want help for %q", args, err, topic)
 		}
 	}
-	link := filepath.Join(t.TempDir(), "link")
-	if err := os.Symlink("/", link); err != nil {
-		t.Fatal(err)
-	}
-	wantUsage(t, env, []string{"exec", "--writable", link, "x"}, "exec.writable")
 	wantUsage(t, env, []string{"exec", "--set", "limits.max_turns=1\nb=2", "x"}, "--set limits.max_turns: found \"1\\nb=2\", allowed an integer")
 	if c := mustLoad(t, env, "exec", "--home", "/a/b", "--writable", "/a/bc", "x"); len(c.writable) != 1 {
 		t.Errorf("writable %q", c.writable)
@@ -516,7 +515,7 @@ func TestWhatEachCommandDemands(t *testing.T) {
 		t.Errorf("home %q, model %q", c.home, c.model)
 	}
 	for _, command := range []string{"serve", "services", "status", "sessions", "shutdown"} {
-		wantUsage(t, nil, []string{command}, command+" needs a home and HOME is not set")
+		wantUsage(t, nil, []string{command}, command+" needs a home: set HOME")
 		wantUsage(t, []string{"HOME=rel"}, []string{command}, command+" needs a home")
 	}
 	mustLoad(t, nil, "services", "--home", dir)
@@ -563,7 +562,7 @@ func TestURLRules(t *testing.T) {
 		mustLoad(t, []string{"BELAY_ALLOW_INSECURE_HTTP=true"}, "--model=m", "--base-url", "http://"+host, "exec", "x")
 	}
 	long := "/" + strings.Repeat("s", 106)
-	if c := mustLoad(t, []string{"BELAY_MODEL=m"}, "--base-url", "unix:"+long, "exec", "x"); c.socket != long || c.baseURL != "" {
+	if c := mustLoad(t, []string{"BELAY_MODEL=m"}, "--base-url", "unix:"+long, "exec", "x"); c.socket != long {
 		t.Errorf("socket %q", c.socket)
 	}
 	wantUsage(t, []string{"BELAY_MODEL=m"}, []string{"--base-url", "unix:" + long + "s", "exec", "x"}, "--base-url: found 113 bytes of text, allowed http:// or", "of at most 112 bytes")
@@ -592,8 +591,8 @@ func TestKeyRules(t *testing.T) {
 		{"first note only", "https://h", "DEEPSEEK_API_KEY=d;OPENAI_API_KEY=o", "", "", "DEEPSEEK_API_KEY not sent to h: it belongs to api.deepseek.com or DEEPSEEK_BASE_URL"},
 		{"lookalike", "https://api.openai.com.evil.example", "OPENAI_API_KEY=o", "", "", "OPENAI_API_KEY not sent to api.openai.com.evil.example"},
 		{"vendor over plain http", "http://api.openai.com", "OPENAI_API_KEY=o;BELAY_ALLOW_INSECURE_HTTP=true", "", "", "OPENAI_API_KEY not sent"},
-		{"socket", "unix:/s", "DEEPSEEK_API_KEY=d", "", "", "DEEPSEEK_API_KEY not sent to unix:/s"},
-		{"socket like a broken escape", "unix:/a%zz", "OPENAI_API_KEY=o", "", "", "OPENAI_API_KEY not sent to unix:/a%zz"},
+		{"socket", "unix:/s", "DEEPSEEK_API_KEY=d", "", "", "DEEPSEEK_API_KEY not sent to /s"},
+		{"socket like a broken escape", "unix:/a%zz", "OPENAI_API_KEY=o", "", "", "OPENAI_API_KEY not sent to /a%zz"},
 		{"socket beside", "unix:/s", "DEEPSEEK_API_KEY=d;DEEPSEEK_BASE_URL=unix:///s", "", "d", ""},
 		{"binding", "https://h", "MY=m", "infer.api_key_env=MY", "m", ""},
 		{"binding of a vendor's name", "https://h", "OPENAI_API_KEY=o", "infer.api_key_env=OPENAI_API_KEY", "o", ""},
@@ -634,14 +633,15 @@ func TestKeyRules(t *testing.T) {
 	}
 	for _, env := range []string{"BELAY_API_KEY=sk-\x01secret", "BELAY_API_KEY=sk\r\nsecret: x", "BELAY_API_KEY=sk\x7fsecret"} {
 		_, err := loadArgs(t, []string{env}, exec("slots.main=0")...)
-		if err == nil || strings.Contains(err.Error(), "secret") || !strings.Contains(err.Error(), "BELAY_API_KEY: found a control character") {
+		if err == nil || strings.Contains(err.Error(), "secret") || !strings.Contains(err.Error(), "BELAY_API_KEY: found no key where it points") {
 			t.Errorf("%q: %v", env, err)
 		}
 	}
 }
 
 func TestSecretNeverPrints(t *testing.T) {
-	const key = secret("sk-very-secret")
+	plain := "sk-very-secret"
+	key := secret{&plain}
 	c := &config{command: "exec", key: key}
 	nested := struct {
 		S secret
@@ -671,8 +671,8 @@ func TestSecretNeverPrints(t *testing.T) {
 			t.Errorf("got %s", s)
 		}
 	}
-	data, err := json.Marshal([]any{key, secret(""), &nested.S, nested.L, c})
-	if want := `["[redacted]","[unset]","[redacted]",["[redacted]"],{}]`; err != nil || string(data) != want {
+	data, err := json.Marshal([]any{key, secret{}, &nested.S, nested.L, c})
+	if want := `[{},{},{},[{}],{}]`; err != nil || string(data) != want {
 		t.Errorf("got %s, %v, want %s", data, err, want)
 	}
 	if key.reveal() != "sk-very-secret" {
