@@ -154,7 +154,6 @@ func (l *loader) schema() []*field {
 	const models = "BELAY_MODEL CODEWHALE_MODEL DEEPSEEK_MODEL OPENAI_MODEL"
 	const urls = "BELAY_BASE_URL CODEWHALE_BASE_URL DEEPSEEK_BASE_URL OPENAI_BASE_URL"
 	const variable, printable = "[A-Za-z_][A-Za-z0-9_]*", `[^[:cntrl:]"]{1,200}` // no name is longer, a pasted file is
-	const maxInt, minute, hour = 1<<31 - 1, 60_000, 60 * 60_000                  // the times in milliseconds
 	vendor := cmp.Or(keep("https://api.deepseek.com", l.environ["DEEPSEEK_API_KEY"] != ""), keep("https://api.openai.com", l.environ["OPENAI_API_KEY"] != ""))
 	return []*field{
 		{key: "infer.socket", form: "socket", dst: &l.server}, {key: "infer.wait_for_server", dst: &l.waitForServer, def: false},
@@ -162,21 +161,21 @@ func (l *loader) schema() []*field {
 		{key: "infer.model", flag: "model", env: models, form: printable, dst: &l.model},
 		{key: "infer.api_key_env", form: variable, dst: &l.keyFrom}, {key: "infer.api_key_file", form: "path", dst: &l.keyFrom},
 		{key: "infer.api_key_header", form: "[A-Za-z0-9_-]+", dst: &l.keyHeader},
-		{key: "infer.max_tokens", dst: &l.maxTokens, lo: 1, hi: maxInt}, {key: "infer.seed", dst: &l.seed, lo: -1 << 63, hi: 1 << 63},
+		{key: "infer.max_tokens", dst: &l.maxTokens, lo: 1, hi: 1<<31 - 1}, {key: "infer.seed", dst: &l.seed, lo: -1 << 63, hi: 1 << 63},
 		{key: "infer.temperature", dst: &l.temperature, hi: 100}, {key: "infer.top_p", dst: &l.topP, hi: 1},
 		{key: "infer.reasoning_effort", form: printable, dst: &l.reasoningEffort},
 		{key: "infer.allow_insecure_http", env: "BELAY_ALLOW_INSECURE_HTTP", dst: &l.allowHTTP, def: false},
 		{key: "slots.main", dst: &l.slotMain, hi: 127, def: 0}, {key: "slots.background", dst: &l.slotBackground, hi: 127, def: 1},
 		{key: "expect.template_sha256", form: "[0-9a-fA-F]{64}", dst: &l.expectTemplate},
 		{key: "expect.n_ctx", dst: &l.expectCtx, lo: 512, hi: 16_777_216}, {key: "expect.slots", dst: &l.expectSlots, lo: 1, hi: 128},
-		{key: "limits.poll_ms", dst: &l.poll, lo: 10, hi: minute, def: 1000},
-		{key: "limits.liveness_ms", dst: &l.liveness, lo: 100, hi: hour, def: 300_000},
-		{key: "limits.retry_backoff_ms", dst: &l.backoff, hi: 10 * minute, most: 10, def: []any{500, 2000, 8000, 20_000}},
-		{key: "limits.max_turns", flag: "max-turns", on: "exec", dst: &l.maxTurns, lo: 1, hi: maxInt, def: 200},
-		{key: "limits.command_timeout_ms", dst: &l.commandTimeout, lo: 1000, hi: 10 * minute, def: 120_000},
+		{key: "limits.poll_ms", dst: &l.poll, lo: 10, hi: 60_000, def: 1000},
+		{key: "limits.liveness_ms", dst: &l.liveness, lo: 100, hi: 3_600_000, def: 300_000},
+		{key: "limits.retry_backoff_ms", dst: &l.backoff, hi: 600_000, most: 10, def: []any{500, 2000, 8000, 20_000}},
+		{key: "limits.max_turns", flag: "max-turns", on: "exec", dst: &l.maxTurns, lo: 1, hi: 1<<31 - 1, def: 200},
+		{key: "limits.command_timeout_ms", dst: &l.commandTimeout, lo: 1000, hi: 600_000, def: 120_000},
 		{key: "limits.max_total_tokens", dst: &l.maxTotalTokens, hi: 1 << 63, def: 0},
-		{key: "limits.drain_ms", dst: &l.drain, hi: hour, def: 30_000},
-		{key: "limits.load_timeout_ms", dst: &l.loadTimeout, lo: 1000, hi: 24 * hour, def: 600_000},
+		{key: "limits.drain_ms", dst: &l.drain, hi: 3_600_000, def: 30_000},
+		{key: "limits.load_timeout_ms", dst: &l.loadTimeout, lo: 1000, hi: 86_400_000, def: 600_000},
 		{key: "limits.max_frame_bytes", dst: &l.maxFrame, lo: 64 << 10, hi: 15 << 20, def: 8 << 20},
 		{key: "limits.max_clients", dst: &l.maxClients, lo: 1, hi: 1024, def: 64}, {key: "limits.max_queue", dst: &l.maxQueue, hi: 1024, def: 16},
 		{key: "exec.sandbox", flag: "sandbox", on: "exec", env: "BELAY_SANDBOX", dst: &l.sandbox, def: "workspace-write",
@@ -206,11 +205,10 @@ func (l *loader) commandLine() {
 		l.command = rest[0] // now, since the flags behind it are those that it knows
 		l.args = l.flags(rest[1:])
 	}
+	l.command = cmp.Or(keep("version", l.version), l.command)
 	words := strings.Join(l.args, " ")
 	switch c, n := l.command, len(l.args); {
 	case l.problems != nil:
-	case l.version:
-		l.command = "version"
 	case c == "":
 		l.demand(false, "found command %q, allowed %s", strings.Join(rest[:min(1, len(rest))], ""), allCommands)
 	case c == "help" && (n == 0 || in(allCommands, words)):
@@ -249,8 +247,7 @@ func (l *loader) flags(args []string) (rest []string) {
 				relative := f.form == "path" && s != "" && !strings.HasPrefix(s, "~/") && !filepath.IsAbs(s)
 				s = cmp.Or(keep(filepath.Join(l.cwd, s), relative), s)
 				v := typed(f.dst, s)
-				if f.most > 0 {
-					items = append(items, s)
+				if items = append(items, v); f.most > 0 {
 					v = items
 				}
 				l.give(f, v, "flag", "--"+name)
@@ -269,9 +266,12 @@ func (l *loader) flags(args []string) (rest []string) {
 // that qwen-2.5 needs no quotes, which a shell would take away anyway. A broken text or list is a
 // word that no setting takes; what is meant as a text is never looked into.
 func typed(dst any, s string) any {
-	_, isText := dst.(*string)
+	switch dst.(type) {
+	case *string, *[]string:
+		return s
+	}
 	values, err := parseTOML([]byte("v = "+s), func(string, any, int) {})
-	if !isText && err == nil && len(values) == 1 { // more where s has lines of its own
+	if err == nil && len(values) == 1 { // more where s has lines of its own
 		return values["v"]
 	}
 	return s
@@ -302,15 +302,14 @@ func (l *loader) readFile() {
 func (l *loader) environment() {
 	reads := in(envCommands, l.command)
 	for _, f := range l.rows {
-		v, origin, where := f.def, "default", f.key
 		_, given := l.inForce[f.dst]
 		local := in("infer.base_url paths.workspace", f.key)
-		names := strings.Fields(keep(f.env, reads))
-		if i := slices.IndexFunc(names, func(name string) bool { return l.environ[name] != "" }); i >= 0 {
-			v, origin, where, given = typed(f.dst, l.environ[names[i]]), "env "+names[i], names[i], false
-		}
-		if v != nil && v != "" && !given && (reads || !local) {
-			l.give(f, v, origin, where)
+		names := slices.DeleteFunc(strings.Fields(keep(f.env, reads)), func(name string) bool { return l.environ[name] == "" })
+		switch {
+		case len(names) > 0:
+			l.give(f, typed(f.dst, l.environ[names[0]]), "env "+names[0], names[0])
+		case !given && f.def != nil && f.def != "" && (reads || !local):
+			l.give(f, f.def, "default", f.key)
 		}
 	}
 }
@@ -332,9 +331,8 @@ func (l *loader) put(key string, v any, origin, where string) {
 func (l *loader) give(f *field, v any, origin, where string) {
 	allowed := l.store(f, reflect.ValueOf(f.dst).Elem(), v)
 	text, _ := json.Marshal(v) // as TOML would write it; no error, v came from text
-	found := string(text)
-	before := l.inForce[f.dst]
-	l.inForce[f.dst] = setting{f.key, found, origin, where}
+	found, before := string(text), l.inForce[f.dst]
+	l.inForce[f.dst] = setting{f.key, strings.SplitAfter(found, "?")[0], origin, where} // some servers want the key in the query
 	hidden := keep(fmt.Sprintf("%d bytes of text", len(text)-len(`""`)), strings.HasPrefix(f.key, "infer.") && strings.Contains(found, `"`))
 	l.demand(allowed == "", "%s: found %s, allowed %s", where, cmp.Or(hidden, found), allowed)
 	source, _, _ := strings.Cut(origin, ":")
@@ -404,8 +402,7 @@ func (l *loader) finish() {
 	l.model = cmp.Or(l.model, keep("replay", l.replay != "" || c == "demo")) // a recording answers whatever is asked
 	l.demand(l.home != "" || in("exec demo config probe", c), "%s needs a home: set HOME or BELAY_HOME, or give --home", c)
 	l.demand(l.model != "" || !in("exec serve", c), "found no model, allowed infer.model, --model or, for exec, BELAY_MODEL")
-	expected := l.expectTemplate != "" && l.expectCtx > 0 && l.expectSlots > 0
-	l.demand(expected || c != "serve", "serve needs expect.template_sha256, expect.n_ctx and expect.slots: %s probe prints them", l.program)
+	l.demand(c != "serve" || l.expectTemplate != "" && l.expectCtx > 0 && l.expectSlots > 0, "serve needs all of [expect], which %s probe prints", l.program)
 	l.demand(max(l.slotMain, l.slotBackground) < slots && (l.slotMain != l.slotBackground || slots == 1),
 		"slots: found main %d and background %d, allowed two below %d that differ (1: equal)", l.slotMain, l.slotBackground, slots)
 	// A workspace that is missing would fail each command of a run, one by one and on the model's
@@ -425,7 +422,6 @@ func (l *loader) finish() {
 			s = setting{key: f.key, value: "unset", origin: "default"}
 		}
 		if f.key != "" {
-			s.value = strings.SplitAfter(s.value, "?")[0] // some servers want the key in the query
 			l.values = append(l.values, s)
 		}
 	}
@@ -477,13 +473,11 @@ func (l *loader) findServer() {
 	key := l.environ[l.keyFrom]
 	if filepath.IsAbs(l.keyFrom) {
 		// Between the two calls the file may change; whoever can do that is us or root.
-		data, err := os.ReadFile(l.keyFrom)
+		info, err := os.Stat(l.keyFrom)
 		l.demand(err == nil, "%s: %v", where, err)
-		if info, err := os.Stat(l.keyFrom); err == nil {
-			l.demand(info.Mode().Perm()&0o077 == 0, "%s: found mode %04o, allowed 0600", where, info.Mode().Perm())
-		}
-		first, _, _ := strings.Cut(string(data), "\n")
-		key = strings.TrimSpace(first)
+		l.demand(err != nil || info.Mode().Perm()&0o077 == 0, "%s: found rights of group or others, allowed mode 0600", where)
+		data, _ := os.ReadFile(l.keyFrom) // what cannot be read holds no key
+		key = strings.TrimSpace(strings.SplitN(string(data), "\n", 2)[0])
 	}
 	good := regexp.MustCompile("^[^[:cntrl:]]+$").MatchString(key) // others would end the header line that carries the key
 	l.demand(good || l.keyFrom == "", "%s: found no key where it points, or one with a control character", where)
@@ -553,17 +547,18 @@ func parseTOML(data []byte, each func(name string, v any, line int)) (map[string
 		never  = `\x00-\x08\n-\x1f\x7f-\x9f\x{fffd}`
 		gap    = `(?:[ \t\n]|#[^` + never + `]*\n)*`
 		key    = `(?:[A-Za-z0-9_-]+|"[A-Za-z0-9_-]+"|'[A-Za-z0-9_-]+')` // no key of ours needs its quotes
-		text   = `'[^'` + never + `]*'|"(?:[^"\\` + never + `]|\\(?:["\\btnfr]|u[[:xdigit:]]{4}|U[[:xdigit:]]{8}))*"`
+		text   = `'[^'` + never + `]*'|"(?:[^"\\` + never + `]|\\["\\btnfruU])*"`
 		number = `0[xob][[:xdigit:]][[:xdigit:]_]*|[+-]?(?:0|[1-9][0-9_]*)(?:\.[0-9][0-9_]*)?(?:[eE][+-]?[0-9][0-9_]*)?`
 		item   = `(?:true|false|` + number + `|` + text + `)`
 		list   = `\[` + gap + `(?:` + item + gap + `,` + gap + `)*(?:` + item + gap + `)?\]`
 		assign = `(` + key + `(?:[ \t]*\.[ \t]*` + key + `)?)[ \t]*=[ \t]*(` + item + `|` + list + `)`
-		syntax = `^[ \t]*(?:\[[ \t]*(` + key + `)[ \t]*\]|` + assign + `)?[ \t]*(?:#[^` + never + `]*)?\n`
+		syntax = `^(?:\[[ \t]*(` + key + `)[ \t]*\]|` + assign + `)[ \t]*(?:#[^` + never + `]*)?\n` + gap
 	)
 	statement, items := regexp.MustCompile(syntax), regexp.MustCompile(`#[^\n]*|`+item)
 	src, plain := strings.ReplaceAll(string(data), "\r\n", "\n")+"\n", strings.NewReplacer(`"`, "", `'`, "", " ", "", "\t", "")
-	line, section, values := 1, "", map[string]any{}
-	for src != "" {
+	lead := regexp.MustCompile("^" + gap).FindString(src)
+	line, section, values := 1+strings.Count(lead, "\n"), "", map[string]any{}
+	for src = src[len(lead):]; src != ""; {
 		m := append(statement.FindStringSubmatch(src), "", "", "", "") // of nothing where no statement follows
 		header, name := plain.Replace(m[1]), section+plain.Replace(m[2])
 		v, err := tomlValue(m[3], items)
@@ -573,18 +568,16 @@ func parseTOML(data []byte, each func(name string, v any, line int)) (map[string
 		table, _, inTable := strings.Cut(name, ".")
 		_, again := values[name]
 		switch {
-		case m[0] != "" && m[1]+m[2] == "": // a blank line
 		case err != nil || strings.Count(name, ".") > 1:
 			const allowed = "texts in quotes, 64-bit integers, no dates, inf, nan, multi-line texts, inline tables, tables in tables, arrays of tables or of arrays"
 			return nil, fmt.Errorf("%d: found neither [TABLE] nor KEY = VALUE, allowed are %s", line, allowed)
 		case again || inTable && values[table] != nil:
 			// A table is made once: by its header, or by dotted keys above all headers.
 			return nil, fmt.Errorf("%d: found %s a second time", line, name)
-		default:
-			values[table] = nil
-			values[name] = v
-			each(name, v, line)
 		}
+		values[table] = nil
+		values[name] = v
+		each(name, v, line)
 		src, line = src[len(m[0]):], line+strings.Count(m[0], "\n")
 	}
 	return values, nil
@@ -607,7 +600,7 @@ func tomlValue(word string, items *regexp.Regexp) (v any, err error) {
 		return word == "true", nil
 	case strings.HasPrefix(word, "'"):
 		return strings.Trim(word, "'"), nil
-	case strings.HasPrefix(word, `"`): // Go's texts are TOML's with more escapes, which the grammar refuses
+	case strings.HasPrefix(word, `"`): // Go's texts are TOML's with more escapes, which the grammar refuses; digits are checked here
 		return strconv.Unquote(word)
 	case strings.ContainsAny(word, ".eE") && !strings.HasPrefix(word, "0x"):
 		return strconv.ParseFloat(word, 64)

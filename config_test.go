@@ -522,7 +522,7 @@ func TestWhatEachCommandDemands(t *testing.T) {
 	mustLoad(t, []string{"BELAY_HOME=" + dir}, "services")
 	wantUsage(t, []string{"HOME=" + dir}, []string{"probe"}, "found no server")
 	mustLoad(t, []string{"HOME=" + dir}, "probe", "--set", "infer.socket=/s")
-	wantUsage(t, []string{"HOME=" + dir}, []string{"serve"}, "found no server", "found no model", "serve needs expect.template_sha256")
+	wantUsage(t, []string{"HOME=" + dir}, []string{"serve"}, "found no server", "found no model", "serve needs all of [expect]")
 	full := []string{"serve", "--set", "infer.socket=/s", "--set", "infer.model=m", "--set", "expect.template_sha256=" + testTemplate, "--set", "expect.n_ctx=512"}
 	for slots, ok := range map[string]bool{"2 0 1": true, "2 1 0": true, "2 0 0": false, "2 2 0": false, "2 0 2": false, "1 0 0": true, "1 0 1": false} {
 		n := strings.Fields(slots)
