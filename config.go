@@ -102,8 +102,7 @@ type config struct {
 type field struct {
 	key, flag, on, env, form string // on: commands that know the flag, "" = all; env: the first variable set counts; sets are blank-separated
 	def, dst                 any    // def: nil and "" = none; dst: where the value goes in config
-	lo, hi                   float64
-	most                     int
+	lo, hi, most             float64
 }
 
 // loader is the state of one loadConfig. It collects problems instead of ending at the first,
@@ -153,17 +152,16 @@ func loadConfig(args, env []string, cwd string) (*config, error) {
 func (l *loader) schema() []*field {
 	const models = "BELAY_MODEL CODEWHALE_MODEL DEEPSEEK_MODEL OPENAI_MODEL"
 	const urls = "BELAY_BASE_URL CODEWHALE_BASE_URL DEEPSEEK_BASE_URL OPENAI_BASE_URL"
-	const variable, printable = "[A-Za-z_][A-Za-z0-9_]*", `[^[:cntrl:]"]{1,200}` // no name is longer, a pasted file is
+	const variable, printable, some = "[A-Za-z_][A-Za-z0-9_]*", `[^[:cntrl:]"]{1,200}`, "(?s).+" // no name is longer, a pasted file is
 	vendor := cmp.Or(keep("https://api.deepseek.com", l.environ["DEEPSEEK_API_KEY"] != ""), keep("https://api.openai.com", l.environ["OPENAI_API_KEY"] != ""))
 	return []*field{
 		{key: "infer.socket", form: "socket", dst: &l.server}, {key: "infer.wait_for_server", dst: &l.waitForServer, def: false},
 		{key: "infer.base_url", flag: "base-url", env: urls, form: "url", dst: &l.server, def: vendor},
 		{key: "infer.model", flag: "model", env: models, form: printable, dst: &l.model},
 		{key: "infer.api_key_env", form: variable, dst: &l.keyFrom}, {key: "infer.api_key_file", form: "path", dst: &l.keyFrom},
-		{key: "infer.api_key_header", form: "[A-Za-z0-9_-]+", dst: &l.keyHeader},
-		{key: "infer.max_tokens", dst: &l.maxTokens, lo: 1, hi: 1<<31 - 1}, {key: "infer.seed", dst: &l.seed, lo: -1 << 63, hi: 1 << 63},
-		{key: "infer.temperature", dst: &l.temperature, hi: 100}, {key: "infer.top_p", dst: &l.topP, hi: 1},
-		{key: "infer.reasoning_effort", form: printable, dst: &l.reasoningEffort},
+		{key: "infer.api_key_header", form: "[A-Za-z0-9_-]+", dst: &l.keyHeader}, {key: "infer.max_tokens", dst: &l.maxTokens, lo: 1, hi: 1<<31 - 1},
+		{key: "infer.temperature", dst: &l.temperature, hi: 100}, {key: "infer.reasoning_effort", form: printable, dst: &l.reasoningEffort},
+		{key: "infer.top_p", dst: &l.topP, hi: 1}, {key: "infer.seed", dst: &l.seed, lo: -1 << 63, hi: 1 << 63},
 		{key: "infer.allow_insecure_http", env: "BELAY_ALLOW_INSECURE_HTTP", dst: &l.allowHTTP, def: false},
 		{key: "slots.main", dst: &l.slotMain, hi: 127, def: 0}, {key: "slots.background", dst: &l.slotBackground, hi: 127, def: 1},
 		{key: "expect.template_sha256", form: "[0-9a-fA-F]{64}", dst: &l.expectTemplate},
@@ -185,14 +183,13 @@ func (l *loader) schema() []*field {
 		{key: "exec.env_keep", form: variable, dst: &l.envKeep, most: 100, def: []any{}},
 		{key: "paths.home", flag: "home", env: "BELAY_HOME", form: "path", dst: &l.home, def: l.path(cmp.Or(l.environ["BELAY_HOME"], "~/.belay"))},
 		{key: "paths.workspace", flag: "workspace C", form: "path", dst: &l.workspace, def: l.cwd},
-		{flag: "config", env: "BELAY_CONFIG_PATH", form: "path", dst: &l.conf}, {flag: "verbose", dst: &l.verbose},
-		{flag: "no-project-config", dst: &l.noProjectConfig}, {flag: "version", dst: &l.version},
-		{flag: "auto", on: "exec", dst: &l.auto}, {flag: "timeout", on: "exec", form: "duration", dst: &l.period},
+		{flag: "config", env: "BELAY_CONFIG_PATH", form: "path", dst: &l.conf}, {flag: "auto", on: "exec", dst: &l.auto},
+		{flag: "no-project-config", dst: &l.noProjectConfig}, {flag: "verbose", dst: &l.verbose}, {flag: "version", dst: &l.version},
+		{flag: "timeout", on: "exec", form: "duration", dst: &l.period}, {flag: "replay", on: "exec", form: some, dst: &l.replay},
+		{flag: "append-system-prompt", on: "exec", form: some, dst: &l.appendPrompt}, {flag: "record", on: "exec", form: some, dst: &l.record},
 		{flag: "json", on: "exec demo turn status sessions cancel shutdown services probe", dst: &l.jsonOut},
-		{flag: "output-format", on: "exec demo", form: "text|json|stream-json", dst: &l.format},
-		{flag: "append-system-prompt", on: "exec", dst: &l.appendPrompt}, {flag: "record", on: "exec", dst: &l.record},
-		{flag: "replay", on: "exec", dst: &l.replay}, {flag: "now", on: "shutdown", dst: &l.now},
-		{flag: "session", on: "turn", dst: &l.session}, {flag: "resume", on: "turn", dst: &l.resume},
+		{flag: "output-format", on: "exec demo", form: "text|json|stream-json", dst: &l.format}, {flag: "now", on: "shutdown", dst: &l.now},
+		{flag: "session", on: "turn", form: some, dst: &l.session}, {flag: "resume", on: "turn", dst: &l.resume},
 	}
 }
 
@@ -232,7 +229,7 @@ func (l *loader) flags(args []string) (rest []string) {
 	fs.SetOutput(io.Discard)
 	fs.Func("set", "", func(s string) error {
 		key, word, _ := strings.Cut(s, "=")
-		l.put(key, typed(nil, word), "flag", "--set "+key)
+		l.put(key, typed("", word), "flag", "--set "+key)
 		return nil
 	})
 	for _, f := range l.rows {
@@ -246,7 +243,7 @@ func (l *loader) flags(args []string) (rest []string) {
 				// A relative path is meant from the current directory; a shell leaves the ~ of --home=~/x alone.
 				relative := f.form == "path" && s != "" && !strings.HasPrefix(s, "~/") && !filepath.IsAbs(s)
 				s = cmp.Or(keep(filepath.Join(l.cwd, s), relative), s)
-				v := typed(f.dst, s)
+				v := typed(f.form, s)
 				if items = append(items, v); f.most > 0 {
 					v = items
 				}
@@ -256,23 +253,20 @@ func (l *loader) flags(args []string) (rest []string) {
 		}
 	}
 	err := fs.Parse(args)
-	help := errors.Is(err, flag.ErrHelp)
-	l.demand(!help, "%w", &helpRequest{l.command})
-	l.demand(err == nil || help, "%w; see %s help", err, l.program)
+	l.demand(!errors.Is(err, flag.ErrHelp), "%w", &helpRequest{l.command})
+	l.demand(err == nil, "%w; see %s help", err, l.program)
 	return fs.Args()
 }
 
 // typed reads the text of a flag or variable for dst: as a TOML value, or else as a bare word, so
 // that qwen-2.5 needs no quotes, which a shell would take away anyway. A broken text or list is a
 // word that no setting takes; what is meant as a text is never looked into.
-func typed(dst any, s string) any {
-	switch dst.(type) {
-	case *string, *[]string:
-		return s
-	}
-	values, err := parseTOML([]byte("v = "+s), func(string, any, int) {})
-	if err == nil && len(values) == 1 { // more where s has lines of its own
-		return values["v"]
+func typed(form, s string) any {
+	if form == "" {
+		values, err := parseTOML([]byte("v = "+s), func(string, any, int) {})
+		if err == nil && len(values) == 1 { // more where s has lines of its own
+			return values["v"]
+		}
 	}
 	return s
 }
@@ -285,16 +279,15 @@ func (l *loader) readFile() {
 	file := cmp.Or(l.conf, keep(l.path(l.environ["BELAY_CONFIG_PATH"]), in(envCommands, l.command)), keep(home+"/config.toml", home != ""))
 	// Any error: a home below a file (ENOTDIR) or one that another user owns (EACCES, common where
 	// a container runs with a foreign uid) holds no configuration that could be meant for us.
-	if _, err := os.Stat(file); err != nil && l.conf == "" {
-		return
+	if _, err := os.Stat(file); err == nil || l.conf != "" {
+		data, err := os.ReadFile(file)
+		l.demand(err == nil, "reading the configuration: %v", err)
+		// The statements above a syntax error are checked as well, so that one run tells everything.
+		_, err = parseTOML(data, func(name string, v any, line int) {
+			l.put(name, v, fmt.Sprintf("file:%d", line), fmt.Sprintf("%s:%d: %s", file, line, name))
+		})
+		l.demand(err == nil, "%s:%v", file, err)
 	}
-	data, err := os.ReadFile(file)
-	l.demand(err == nil, "reading the configuration: %v", err)
-	// The statements above a syntax error are checked as well, so that one run tells everything.
-	_, err = parseTOML(data, func(name string, v any, line int) {
-		l.put(name, v, fmt.Sprintf("file:%d", line), fmt.Sprintf("%s:%d: %s", file, line, name))
-	})
-	l.demand(err == nil, "%s:%v", file, err)
 }
 
 // environment applies variables, for the commands that are not deaf to them, and then defaults where
@@ -303,12 +296,11 @@ func (l *loader) environment() {
 	reads := in(envCommands, l.command)
 	for _, f := range l.rows {
 		_, given := l.inForce[f.dst]
-		local := in("infer.base_url paths.workspace", f.key)
 		names := slices.DeleteFunc(strings.Fields(keep(f.env, reads)), func(name string) bool { return l.environ[name] == "" })
 		switch {
 		case len(names) > 0:
-			l.give(f, typed(f.dst, l.environ[names[0]]), "env "+names[0], names[0])
-		case !given && f.def != nil && f.def != "" && (reads || !local):
+			l.give(f, typed(f.form, l.environ[names[0]]), "env "+names[0], names[0])
+		case !given && f.def != nil && f.def != "" && (reads || !in("infer.base_url paths.workspace", f.key)):
 			l.give(f, f.def, "default", f.key)
 		}
 	}
@@ -347,7 +339,7 @@ func (l *loader) store(f *field, dst reflect.Value, v any) (allowed string) {
 	switch dst.Kind() {
 	case reflect.Slice: // an empty list is a value, not unset
 		items, isList := v.([]any)
-		allowed = keep(fmt.Sprintf("a list of at most %d", f.most), !isList || len(items) > f.most)
+		allowed = keep(fmt.Sprintf("a list of at most %.0f", f.most), !isList || float64(len(items)) > f.most)
 		dst.Set(reflect.MakeSlice(dst.Type(), len(items), len(items)))
 		for i, item := range items {
 			allowed = cmp.Or(allowed, l.store(f, dst.Index(i), item))
@@ -361,7 +353,7 @@ func (l *loader) store(f *field, dst reflect.Value, v any) (allowed string) {
 		dst.SetBool(ok && value.Bool())
 	case reflect.String:
 		s, _ := v.(string)
-		switch form := cmp.Or(f.form, "(?s).+"); form {
+		switch f.form {
 		case "path":
 			s, allowed = l.path(s), "an absolute path, or ~/ with HOME set"
 		case "socket":
@@ -372,7 +364,7 @@ func (l *loader) store(f *field, dst reflect.Value, v any) (allowed string) {
 			d, err := time.ParseDuration(s)
 			s, allowed = keep(s, err == nil && d >= 0), "a duration such as 10m, not negative"
 		default:
-			s, allowed = keep(s, regexp.MustCompile("^("+form+")$").MatchString(s)), "text that matches "+form
+			s, allowed = keep(s, regexp.MustCompile("^("+f.form+")$").MatchString(s)), "text that matches "+f.form
 		}
 		dst.SetString(s)
 		ok = s != ""
@@ -411,9 +403,8 @@ func (l *loader) finish() {
 	l.demand(err == nil && info.IsDir() || l.workspace == "" || !in("exec demo serve", c), "paths.workspace: %s is not a directory", l.workspace)
 	// A command that can write the home writes the next run's configuration, and with it its
 	// sandbox. Links are followed where the sandbox is made, see planSandbox.
-	for _, dir := range l.writable {
-		l.demand(!strings.HasPrefix(l.home+"/", strings.TrimRight(dir, "/")+"/"), "exec.writable: found %s, allowed neither / nor what holds belay's home %s", dir, l.home)
-	}
+	holdsHome := func(dir string) bool { return strings.HasPrefix(l.home+"/", strings.TrimRight(dir, "/")+"/") }
+	l.demand(!slices.ContainsFunc(l.writable, holdsHome), "exec.writable: found %q, allowed neither / nor what holds belay's home %s", l.writable, l.home)
 	l.keyNames = strings.Fields("BELAY_API_KEY CODEWHALE_API_KEY DEEPSEEK_API_KEY OPENAI_API_KEY NOTIFY_SOCKET " + l.keyFrom)
 	for _, f := range l.rows {
 		l.keyNames = append(l.keyNames, strings.Fields(f.env)...)
@@ -479,8 +470,8 @@ func (l *loader) findServer() {
 		data, _ := os.ReadFile(l.keyFrom) // what cannot be read holds no key
 		key = strings.TrimSpace(strings.SplitN(string(data), "\n", 2)[0])
 	}
-	good := regexp.MustCompile("^[^[:cntrl:]]+$").MatchString(key) // others would end the header line that carries the key
-	l.demand(good || l.keyFrom == "", "%s: found no key where it points, or one with a control character", where)
+	// A control character would end the header line that carries the key.
+	l.demand(l.keyFrom == "" || regexp.MustCompile("^[^[:cntrl:]]+$").MatchString(key), "%s: found no key of one line where it points", where)
 	l.key, l.keyNote = secret{&key}, keep(l.keyNote, key == "")
 }
 

@@ -488,7 +488,7 @@ func TestCommandLine(t *testing.T) {
 		"exec --set x": "--set x: found an unknown name, allowed infer.socket", "exec --set infer.nope=1 x": "infer.wait_for_server", "exec --set infer=1 x": "--set infer: found an unknown name", "exec --set infer.model=1 x": "--set infer.model: found 1, allowed", "exec --set infer.model=\"x y": "--set infer.model: found 3 bytes of text, allowed",
 		"exec --set limits.max_turns=x y": `--set limits.max_turns: found "x"`, "exec --record= x": "--record: found \"\"",
 		"cancel": "cancel: found 0 operands", "cancel a b": "cancel: found 2 operands", "status x": "status: found 1 operands", "services start x": "services: found 2 operands", "services stop": "services: found 1 operands", "help nope": "help: found 1 operands",
-		"exec --workspace /nonexistent x": "paths.workspace: /nonexistent is not a directory", "exec -C /etc/passwd x": "not a directory", "exec --writable / x": "exec.writable: found /, allowed", "exec --home /a/b --writable /a x": "exec.writable: found /a, allowed", "exec --home /a --writable /a x": "exec.writable: found /a,",
+		"exec --workspace /nonexistent x": "paths.workspace: /nonexistent is not a directory", "exec -C /etc/passwd x": "not a directory", "exec --writable / x": "exec.writable: found [\"/\"], allowed", "exec --home /a/b --writable /a x": "exec.writable: found [\"/a\"], allowed", "exec --home /a --writable /a x": "exec.writable: found [\"/a\"],",
 	} {
 		wantUsage(t, env, strings.Split(args, " "), want)
 	}
@@ -625,15 +625,15 @@ func TestKeyRules(t *testing.T) {
 	exec := func(set string) []string {
 		return []string{"exec", "--base-url=https://h", "--model=m", "--set", set, "x"}
 	}
-	wantUsage(t, nil, exec("infer.api_key_env=NOT_SET"), "infer.api_key_env: found no key where it points")
+	wantUsage(t, nil, exec("infer.api_key_env=NOT_SET"), "infer.api_key_env: found no key of one line where it points")
 	wantUsage(t, nil, exec("infer.api_key_file="+dir+"/none"), "infer.api_key_file: ", "no such file")
-	wantUsage(t, nil, exec("infer.api_key_file="+writeConfig(t, dir+"/empty", "\nk\n", 0o600)), "infer.api_key_file: found no key where it points")
+	wantUsage(t, nil, exec("infer.api_key_file="+writeConfig(t, dir+"/empty", "\nk\n", 0o600)), "infer.api_key_file: found no key of one line where it points")
 	for _, mode := range []os.FileMode{0o640, 0o604, 0o610, 0o601, 0o620, 0o602} {
-		wantUsage(t, nil, exec("infer.api_key_file="+writeConfig(t, dir+"/open", "sk-secret", mode)), fmt.Sprintf("mode %04o, allowed 0600", mode))
+		wantUsage(t, nil, exec("infer.api_key_file="+writeConfig(t, dir+"/open", "sk-secret", mode)), "found rights of group or others, allowed mode 0600")
 	}
 	for _, env := range []string{"BELAY_API_KEY=sk-\x01secret", "BELAY_API_KEY=sk\r\nsecret: x", "BELAY_API_KEY=sk\x7fsecret"} {
 		_, err := loadArgs(t, []string{env}, exec("slots.main=0")...)
-		if err == nil || strings.Contains(err.Error(), "secret") || !strings.Contains(err.Error(), "BELAY_API_KEY: found no key where it points") {
+		if err == nil || strings.Contains(err.Error(), "secret") || !strings.Contains(err.Error(), "BELAY_API_KEY: found no key of one line where it points") {
 			t.Errorf("%q: %v", env, err)
 		}
 	}
