@@ -97,23 +97,22 @@ type config struct {
 
 // field is one row of the schema. A row without a key is a flag alone and has no other source
 // but the environment. lo and hi are inclusive and bound each number of a setting, most bounds
-// the length of a list, form says what a text has to look like: a name that store knows, or
-// a regular expression for the whole, "" = any.
+// the length of a list. form says what a text has to look like: a name that store knows, or a
+// regular expression for the whole; what is no text has none.
 type field struct {
 	key, flag, on, env, form string // on: commands that know the flag, "" = all; env: the first variable set counts; sets are blank-separated
-	def, dst                 any    // def: nil and "" = none; dst: where the value goes in config
+	def, dst                 any    // def: nil and "" = none; dst: a pointer to where the value goes
 	lo, hi, most             float64
 }
 
-// loader is the state of one loadConfig. It collects problems instead of ending at the first,
-// because a user who mends a configuration in CI pays minutes for each run.
+// loader is the state of one loadConfig. It collects the problems of a step instead of ending at
+// the first, because a user who mends a configuration in CI pays minutes for each run.
 type loader struct {
 	*config
 	argv                               []string
 	environ                            map[string]string // trimmed; "" means unset
 	cwd, conf, server, keyFrom, period string            // keyFrom: variable or absolute path; period: --timeout
 	version, allowHTTP                 bool
-	rows                               []*field
 	inForce                            map[any]setting // by dst
 	problems                           error           // one a line
 }
@@ -131,9 +130,8 @@ func loadConfig(args, env []string, cwd string) (*config, error) {
 		name, value, _ := strings.Cut(kv, "=")
 		l.environ[name] = strings.TrimSpace(value)
 	}
-	l.rows = l.schema()
 	// The command line comes twice: first it says which command this is and where its file lies,
-	// then it is the highest source.
+	// then it is the highest source. A step whose forerunner found problems would repeat them.
 	for _, step := range []func(){l.commandLine, l.readFile, l.environment, l.commandLine, l.finish} {
 		if l.problems == nil && l.command != "version" {
 			step()
@@ -142,7 +140,8 @@ func loadConfig(args, env []string, cwd string) (*config, error) {
 	return l.config, l.problems
 }
 
-// schema is every key and every flag, in the order in which `belay config` shows them. The unit
+// schema is every key and every flag, in the order in which `belay config` shows them. It is made
+// anew for each use: what is fixed is the rows, and defaults depend on the command. The unit
 // is in the name of a key, so no value needs a suffix: _ms are milliseconds, _bytes are bytes. A
 // value is checked against its row whatever its source, defaults included. A bound without a
 // reason keeps typing errors out and is far from any value that makes sense. Reasons: vendors
@@ -153,15 +152,18 @@ func (l *loader) schema() []*field {
 	const models = "BELAY_MODEL CODEWHALE_MODEL DEEPSEEK_MODEL OPENAI_MODEL"
 	const urls = "BELAY_BASE_URL CODEWHALE_BASE_URL DEEPSEEK_BASE_URL OPENAI_BASE_URL"
 	const variable, printable, some = "[A-Za-z_][A-Za-z0-9_]*", `[^[:cntrl:]"]{1,200}`, "(?s).+" // no name is longer, a pasted file is
-	vendor := cmp.Or(keep("https://api.deepseek.com", l.environ["DEEPSEEK_API_KEY"] != ""), keep("https://api.openai.com", l.environ["OPENAI_API_KEY"] != ""))
+	// Where belay was started says nothing to a daemon and its clients.
+	reads, deepseek, openai := in(envCommands, l.command), l.environ["DEEPSEEK_API_KEY"] != "", l.environ["OPENAI_API_KEY"] != ""
+	vendor := cmp.Or(keep("https://api.deepseek.com", reads && deepseek), keep("https://api.openai.com", reads && openai))
 	return []*field{
 		{key: "infer.socket", form: "socket", dst: &l.server}, {key: "infer.wait_for_server", dst: &l.waitForServer, def: false},
 		{key: "infer.base_url", flag: "base-url", env: urls, form: "url", dst: &l.server, def: vendor},
 		{key: "infer.model", flag: "model", env: models, form: printable, dst: &l.model},
 		{key: "infer.api_key_env", form: variable, dst: &l.keyFrom}, {key: "infer.api_key_file", form: "path", dst: &l.keyFrom},
-		{key: "infer.api_key_header", form: "[A-Za-z0-9_-]+", dst: &l.keyHeader}, {key: "infer.max_tokens", dst: &l.maxTokens, lo: 1, hi: 1<<31 - 1},
-		{key: "infer.temperature", dst: &l.temperature, hi: 100}, {key: "infer.reasoning_effort", form: printable, dst: &l.reasoningEffort},
-		{key: "infer.top_p", dst: &l.topP, hi: 1}, {key: "infer.seed", dst: &l.seed, lo: -1 << 63, hi: 1 << 63},
+		{key: "infer.api_key_header", form: "[A-Za-z0-9_-]+", dst: &l.keyHeader},
+		{key: "infer.max_tokens", dst: &l.maxTokens, lo: 1, hi: 1<<31 - 1}, {key: "infer.seed", dst: &l.seed, lo: -1 << 63, hi: 1 << 63},
+		{key: "infer.temperature", dst: &l.temperature, hi: 100}, {key: "infer.top_p", dst: &l.topP, hi: 1},
+		{key: "infer.reasoning_effort", form: printable, dst: &l.reasoningEffort},
 		{key: "infer.allow_insecure_http", env: "BELAY_ALLOW_INSECURE_HTTP", dst: &l.allowHTTP, def: false},
 		{key: "slots.main", dst: &l.slotMain, hi: 127, def: 0}, {key: "slots.background", dst: &l.slotBackground, hi: 127, def: 1},
 		{key: "expect.template_sha256", form: "[0-9a-fA-F]{64}", dst: &l.expectTemplate},
@@ -182,7 +184,7 @@ func (l *loader) schema() []*field {
 		{key: "exec.writable", flag: "writable", on: "exec", form: "path", dst: &l.writable, most: 100, def: []any{}},
 		{key: "exec.env_keep", form: variable, dst: &l.envKeep, most: 100, def: []any{}},
 		{key: "paths.home", flag: "home", env: "BELAY_HOME", form: "path", dst: &l.home, def: l.path(cmp.Or(l.environ["BELAY_HOME"], "~/.belay"))},
-		{key: "paths.workspace", flag: "workspace C", form: "path", dst: &l.workspace, def: l.cwd},
+		{key: "paths.workspace", flag: "workspace C", form: "path", dst: &l.workspace, def: keep(l.cwd, reads)},
 		{flag: "config", env: "BELAY_CONFIG_PATH", form: "path", dst: &l.conf}, {flag: "auto", on: "exec", dst: &l.auto},
 		{flag: "no-project-config", dst: &l.noProjectConfig}, {flag: "verbose", dst: &l.verbose}, {flag: "version", dst: &l.version},
 		{flag: "timeout", on: "exec", form: "duration", dst: &l.period}, {flag: "replay", on: "exec", form: some, dst: &l.replay},
@@ -232,7 +234,7 @@ func (l *loader) flags(args []string) (rest []string) {
 		l.put(key, typed("", word), "flag", "--set "+key)
 		return nil
 	})
-	for _, f := range l.rows {
+	for _, f := range l.schema() {
 		var items []any // a list takes one item a flag
 		add := fs.Func
 		if _, isSwitch := f.dst.(*bool); isSwitch {
@@ -258,9 +260,9 @@ func (l *loader) flags(args []string) (rest []string) {
 	return fs.Args()
 }
 
-// typed reads the text of a flag or variable for dst: as a TOML value, or else as a bare word, so
-// that qwen-2.5 needs no quotes, which a shell would take away anyway. A broken text or list is a
-// word that no setting takes; what is meant as a text is never looked into.
+// typed reads a flag or variable: as a TOML value, or else as a bare word, so that qwen-2.5 needs no
+// quotes, which a shell would take away anyway. A broken text or list is a word that no setting
+// takes. What has a form is meant as a text and never looked into.
 func typed(form, s string) any {
 	if form == "" {
 		values, err := parseTOML([]byte("v = "+s), func(string, any, int) {})
@@ -290,17 +292,17 @@ func (l *loader) readFile() {
 	}
 }
 
-// environment applies variables, for the commands that are not deaf to them, and then defaults where
-// no source has spoken. Where belay was started says nothing to a daemon and its clients.
+// environment applies variables, for the commands that are not deaf to them, and defaults where no
+// other source has spoken.
 func (l *loader) environment() {
-	reads := in(envCommands, l.command)
-	for _, f := range l.rows {
+	unset := func(name string) bool { return l.environ[name] == "" }
+	for _, f := range l.schema() {
 		_, given := l.inForce[f.dst]
-		names := slices.DeleteFunc(strings.Fields(keep(f.env, reads)), func(name string) bool { return l.environ[name] == "" })
+		names := slices.DeleteFunc(strings.Fields(keep(f.env, in(envCommands, l.command))), unset)
 		switch {
 		case len(names) > 0:
 			l.give(f, typed(f.form, l.environ[names[0]]), "env "+names[0], names[0])
-		case !given && f.def != nil && f.def != "" && (reads || !in("infer.base_url paths.workspace", f.key)):
+		case !given && f.def != nil && f.def != "":
 			l.give(f, f.def, "default", f.key)
 		}
 	}
@@ -309,7 +311,7 @@ func (l *loader) environment() {
 // put puts a value in force by its key. The header of a known table is fine.
 func (l *loader) put(key string, v any, origin, where string) {
 	keys := ""
-	for _, f := range l.rows {
+	for _, f := range l.schema() {
 		if keys += " " + f.key; f.key == key && key != "" {
 			l.give(f, v, origin, where)
 			return
@@ -394,7 +396,7 @@ func (l *loader) finish() {
 	l.model = cmp.Or(l.model, keep("replay", l.replay != "" || c == "demo")) // a recording answers whatever is asked
 	l.demand(l.home != "" || in("exec demo config probe", c), "%s needs a home: set HOME or BELAY_HOME, or give --home", c)
 	l.demand(l.model != "" || !in("exec serve", c), "found no model, allowed infer.model, --model or, for exec, BELAY_MODEL")
-	l.demand(c != "serve" || l.expectTemplate != "" && l.expectCtx > 0 && l.expectSlots > 0, "serve needs all of [expect], which %s probe prints", l.program)
+	l.demand(c != "serve" || l.expectTemplate != "" && l.expectCtx > 0 && l.expectSlots > 0, "serve needs [expect]: see %s probe", l.program)
 	l.demand(max(l.slotMain, l.slotBackground) < slots && (l.slotMain != l.slotBackground || slots == 1),
 		"slots: found main %d and background %d, allowed two below %d that differ (1: equal)", l.slotMain, l.slotBackground, slots)
 	// A workspace that is missing would fail each command of a run, one by one and on the model's
@@ -404,9 +406,9 @@ func (l *loader) finish() {
 	// A command that can write the home writes the next run's configuration, and with it its
 	// sandbox. Links are followed where the sandbox is made, see planSandbox.
 	holdsHome := func(dir string) bool { return strings.HasPrefix(l.home+"/", strings.TrimRight(dir, "/")+"/") }
-	l.demand(!slices.ContainsFunc(l.writable, holdsHome), "exec.writable: found %q, allowed neither / nor what holds belay's home %s", l.writable, l.home)
+	l.demand(!slices.ContainsFunc(l.writable, holdsHome), "exec.writable: found %q, allowed nothing that holds / or %s", l.writable, l.home)
 	l.keyNames = strings.Fields("BELAY_API_KEY CODEWHALE_API_KEY DEEPSEEK_API_KEY OPENAI_API_KEY NOTIFY_SOCKET " + l.keyFrom)
-	for _, f := range l.rows {
+	for _, f := range l.schema() {
 		l.keyNames = append(l.keyNames, strings.Fields(f.env)...)
 		s := l.inForce[f.dst]
 		if s.key != f.key {
@@ -417,13 +419,12 @@ func (l *loader) finish() {
 		}
 	}
 	l.values = append(l.values, setting{key: "infer.api_key", value: l.key.String(), origin: cmp.Or(l.inForce[&l.keyFrom].origin, "default")})
-	l.expectTemplate, l.sandboxFlag = strings.ToLower(l.expectTemplate), l.inForce[&l.sandbox].where == "--sandbox"
+	// demo plays our own script, and persist asks for the literal flag.
+	l.auto, l.sandbox = l.auto || c == "demo", cmp.Or(keep("danger-full-access", c == "demo"), l.sandbox)
+	l.expectTemplate, l.sandboxFlag = strings.ToLower(l.expectTemplate), c == "demo" || l.inForce[&l.sandbox].where == "--sandbox"
 	l.format = cmp.Or(l.format, keep("json", l.jsonOut), "text")
 	l.timeout, _ = time.ParseDuration(cmp.Or(l.period, "0"))
 	l.maxTokens = cmp.Or(l.maxTokens, map[string]int{"serve": 8192}[c]) // a local model that rambles holds the one slot
-	if c == "demo" {                                                    // plays our own script, and persist asks for the literal flag
-		l.auto, l.sandbox, l.sandboxFlag = true, "danger-full-access", true
-	}
 }
 
 // findServer decides what is asked, and with which key. A binding given as a flag comes first, then
@@ -438,7 +439,7 @@ func (l *loader) findServer() {
 	place := endpoint(l.server)
 	path, isUnix := strings.CutPrefix(place, "unix:")
 	l.socket, l.url = keep(path, isUnix), cmp.Or(keep("http://localhost/v1/chat/completions", isUnix), place) // HTTP demands a name
-	l.demand(l.url != "" || l.command == "config" || l.replay != "", "found no server, allowed infer.socket, infer.base_url or, for exec, these variables:\n"+
+	l.demand(l.url != "" || l.command == "config" || l.replay != "", "found no server, allowed infer.socket, infer.base_url or, for exec:\n"+
 		"  export BELAY_BASE_URL=http://127.0.0.1:8080\n  export BELAY_MODEL=NAME\n  export BELAY_API_KEY=KEY, if the server wants one")
 	// Key, prompts and code would cross the network as they are. The parsed address counts, since
 	// 127.evil.example begins like one, and so do names below localhost.
@@ -456,8 +457,7 @@ func (l *loader) findServer() {
 		case vendor == "" || place == endpoint("https://"+vendor) || place == endpoint(beside):
 			l.put("infer.api_key_env", name, "env "+name, name)
 		default:
-			const note = "%s not sent to %s: it belongs to %s or %s_BASE_URL; set BELAY_API_KEY to send it"
-			l.keyNote = fmt.Sprintf(note, name, cmp.Or(l.socket, host), vendor, p[0])
+			l.keyNote = name + " not sent to " + cmp.Or(l.socket, host) + ": it belongs to " + vendor + " or " + p[0] + "_BASE_URL; set BELAY_API_KEY to send it"
 		}
 	}
 	where := l.inForce[&l.keyFrom].where
@@ -560,8 +560,7 @@ func parseTOML(data []byte, each func(name string, v any, line int)) (map[string
 		_, again := values[name]
 		switch {
 		case err != nil || strings.Count(name, ".") > 1:
-			const allowed = "texts in quotes, 64-bit integers, no dates, inf, nan, multi-line texts, inline tables, tables in tables, arrays of tables or of arrays"
-			return nil, fmt.Errorf("%d: found neither [TABLE] nor KEY = VALUE, allowed are %s", line, allowed)
+			return nil, fmt.Errorf("%d: found neither [TABLE] nor KEY = VALUE; supported are quoted texts, 64-bit numbers, true, false and lists of these", line)
 		case again || inTable && values[table] != nil:
 			// A table is made once: by its header, or by dotted keys above all headers.
 			return nil, fmt.Errorf("%d: found %s a second time", line, name)

@@ -488,7 +488,7 @@ func TestCommandLine(t *testing.T) {
 		"exec --set x": "--set x: found an unknown name, allowed infer.socket", "exec --set infer.nope=1 x": "infer.wait_for_server", "exec --set infer=1 x": "--set infer: found an unknown name", "exec --set infer.model=1 x": "--set infer.model: found 1, allowed", "exec --set infer.model=\"x y": "--set infer.model: found 3 bytes of text, allowed",
 		"exec --set limits.max_turns=x y": `--set limits.max_turns: found "x"`, "exec --record= x": "--record: found \"\"",
 		"cancel": "cancel: found 0 operands", "cancel a b": "cancel: found 2 operands", "status x": "status: found 1 operands", "services start x": "services: found 2 operands", "services stop": "services: found 1 operands", "help nope": "help: found 1 operands",
-		"exec --workspace /nonexistent x": "paths.workspace: /nonexistent is not a directory", "exec -C /etc/passwd x": "not a directory", "exec --writable / x": "exec.writable: found [\"/\"], allowed", "exec --home /a/b --writable /a x": "exec.writable: found [\"/a\"], allowed", "exec --home /a --writable /a x": "exec.writable: found [\"/a\"],",
+		"exec --workspace /nonexistent x": "paths.workspace: /nonexistent is not a directory", "exec -C /etc/passwd x": "not a directory", "exec --writable / x": "exec.writable: found [\"/\"], allowed nothing that holds / or ", "exec --home /a/b --writable /a x": "exec.writable: found [\"/a\"], allowed", "exec --home /a --writable /a x": "exec.writable: found [\"/a\"],",
 	} {
 		wantUsage(t, env, strings.Split(args, " "), want)
 	}
@@ -522,7 +522,7 @@ func TestWhatEachCommandDemands(t *testing.T) {
 	mustLoad(t, []string{"BELAY_HOME=" + dir}, "services")
 	wantUsage(t, []string{"HOME=" + dir}, []string{"probe"}, "found no server")
 	mustLoad(t, []string{"HOME=" + dir}, "probe", "--set", "infer.socket=/s")
-	wantUsage(t, []string{"HOME=" + dir}, []string{"serve"}, "found no server", "found no model", "serve needs all of [expect]")
+	wantUsage(t, []string{"HOME=" + dir}, []string{"serve"}, "found no server", "found no model", "serve needs [expect]: see belay probe")
 	full := []string{"serve", "--set", "infer.socket=/s", "--set", "infer.model=m", "--set", "expect.template_sha256=" + testTemplate, "--set", "expect.n_ctx=512"}
 	for slots, ok := range map[string]bool{"2 0 1": true, "2 1 0": true, "2 0 0": false, "2 2 0": false, "2 0 2": false, "1 0 0": true, "1 0 1": false} {
 		n := strings.Fields(slots)
