@@ -256,7 +256,7 @@ func (l *loader) flags(args []string) (rest []string) {
 	}
 	err := fs.Parse(args)
 	l.demand(!errors.Is(err, flag.ErrHelp), "%w", &helpRequest{l.command})
-	l.demand(err == nil, "%w; see %s help", err, l.program)
+	l.demand(err == nil, "%s; see %s help", strings.Replace(fmt.Sprint(err), " -", " --", 1), l.program)
 	return fs.Args()
 }
 
