@@ -209,7 +209,7 @@ func (l *loader) commandLine() {
 	switch c, n := l.command, len(l.args); {
 	case l.problems != nil:
 	case c == "":
-		l.demand(false, "found command %q, allowed %s", strings.Join(rest[:min(1, len(rest))], ""), allCommands)
+		l.demand(false, "found command %q, allowed %s", append(rest, "")[0], allCommands)
 	case c == "help" && (n == 0 || in(allCommands, words)):
 		l.problems = &helpRequest{words}
 	case in("exec turn", c):
@@ -220,7 +220,7 @@ func (l *loader) commandLine() {
 		l.demand(fits, "%s: found %d operands, allowed none, a command after help, ID after cancel, stop TASK after services", c, n)
 	}
 	l.demand(l.record == "" || l.replay == "", "--record: found --replay as well, allowed one of them")
-	l.demand(!l.jsonOut || in("json", cmp.Or(l.format, "json")), "--json: found --output-format %s as well, allowed one of them", l.format)
+	l.demand(!l.jsonOut || l.format == "" || l.format == "json", "--json: found --output-format %s as well, allowed one of them", l.format)
 }
 
 // flags takes the flags at the head of args, as far as the command knows them, and gives the rest.
