@@ -331,7 +331,7 @@ type peer struct {
 	*net.UnixConn
 	d         *daemon
 	following sync.WaitGroup
-	writing   sync.Mutex
+	writing   sync.Mutex // taken before daemon.mu
 
 	// guarded by daemon.mu
 	open map[int64]*turn // requests that follow a turn, by id
@@ -600,6 +600,9 @@ func (p *peer) send(id int64, final bool, within time.Duration, msg any) error {
 	_ = p.SetWriteDeadline(until)
 	if _, err = p.Write(frame); err != nil {
 		p.Close()
+		p.d.mu.Lock()
+		defer p.d.mu.Unlock()
+		p.gone = true
 	}
 	return err
 }
@@ -614,7 +617,11 @@ func (p *peer) follow(t *turn, id, next int64) {
 		for !p.gone && t.final == nil && t.seq < next {
 			p.d.moved.Wait()
 		}
-		gone, final, within, reply := p.gone, t.final, time.Duration(0), wireReply{Type: "event", Session: t.session, Turn: t.number, Seq: next}
+		if p.gone { // before all else: nothing may be set yet
+			p.d.mu.Unlock()
+			return
+		}
+		final, within, reply := t.final, time.Duration(0), wireReply{Type: "event", Session: t.session, Turn: t.number, Seq: next}
 		if final != nil {
 			within = finalWait
 		}
@@ -628,8 +635,6 @@ func (p *peer) follow(t *turn, id, next int64) {
 		}
 		p.d.mu.Unlock()
 		switch {
-		case gone:
-			return
 		case reply.Event == nil:
 			_ = p.send(id, true, within, final)
 			return
@@ -789,6 +794,7 @@ func (d *daemon) emitLocked(t *turn, event []byte) {
 	t.seq, t.kept, t.keptSize = t.seq+1, append(t.kept, event), t.keptSize+len(event)
 	for ; t.keptSize > keptMax; t.kept = t.kept[1:] {
 		t.keptSize -= len(t.kept[0])
+		t.kept[0] = nil // or it would live as long as its array
 	}
 	d.moved.Broadcast()
 }

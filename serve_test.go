@@ -14,6 +14,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -1065,6 +1066,66 @@ func TestAClientThatNeverReadsLosesEventsAndNobodyElseDoes(t *testing.T) {
 		t.Errorf("peak resident memory %d KiB", peak)
 	}
 	d.dial().send(1, wireRequest{Type: "ping"}).want(1, "pong")
+}
+
+// What is dropped would otherwise live as long as the array that held it: many
+// small events make a large one, which large events then fill.
+func TestAnEventThatIsNoLongerKeptIsFreed(t *testing.T) {
+	d, long := &daemon{}, &turn{}
+	d.moved.L = &d.mu
+	for range 60_000 {
+		d.emitLocked(long, bytes.Repeat([]byte("x"), 90))
+	}
+	for range 500 {
+		d.emitLocked(long, bytes.Repeat([]byte("x"), 1<<20))
+	}
+	var m runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&m)
+	if m.HeapAlloc > 100<<20 {
+		t.Errorf("%d MiB are in use, of which %d are kept", m.HeapAlloc>>20, long.keptSize>>20)
+	}
+}
+
+// Clients that never read have many open requests, and more of their own to say.
+func TestClientsThatDoNotReadDoNotHoldUpTheEnd(t *testing.T) {
+	ofTheBinary(t)
+	f := newFakeLlama(t)
+	f.turn = func(int, map[string]any) any {
+		return func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Content-Type", "text/event-stream")
+			for r.Context().Err() == nil {
+				io.WriteString(w, delta(map[string]any{"content": strings.Repeat("x", 20_000)}, nil))
+				w.(http.Flusher).Flush()
+				time.Sleep(2 * time.Millisecond)
+			}
+		}
+	}
+	d := loopd(t, f.home("drain_ms = 500"), "--set", "limits.liveness_ms=60000").serving()
+	w := d.dial()
+	w.send(1, aTurn("s", "x", false)).until("content")
+	var attaches, pings []byte
+	for id := range int64(600) {
+		frame, _ := encodeFrame(1<<20, id+1, true, &wireRequest{Type: "attach", Session: "s"})
+		attaches = append(attaches, frame...)
+		frame, _ = encodeFrame(1<<20, id+1000, true, &wireRequest{Type: "ping", Data: strings.Repeat("x", 1000)})
+		pings = append(pings, frame...)
+	}
+	for range 50 {
+		c := d.dial()
+		go c.Write(append(attaches, pings...)) // to the end of the daemon, or until it is closed
+	}
+	for range 300 {
+		w.until("content")
+	}
+	go io.Copy(io.Discard, w)
+	d.cmd.Process.Signal(syscall.SIGTERM)
+	if code := d.end(); code != 0 {
+		t.Errorf("code %d", code)
+	}
+	if recs := d.journal("s"); recs[len(recs)-1].Stop != "interrupted" {
+		t.Errorf("%+v", recs[len(recs)-1])
+	}
 }
 
 func TestAClientThatTakesNoFinalFrameIsClosed(t *testing.T) {
