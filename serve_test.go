@@ -973,6 +973,11 @@ func TestManyIdleConnections(t *testing.T) {
 	d := loopd(t, f.home("max_clients = 8")).serving()
 	w := d.dial()
 	w.send(1, aTurn("s", "x", false)).until("content")
+	id := int64(1)
+	until(t, "it is the only client: the one that asked whether the daemon answers has left", deadline, func() bool {
+		id++
+		return *number(parse(w.send(id, wireRequest{Type: "status"}).want(id, "status").Status).get("clients")) == 1
+	})
 	before := residentOf(t, d.cmd.Process.Pid)
 	refused := 0
 	for range 10_000 { // each is closed by us or by the daemon before the next hundred are made
