@@ -304,7 +304,7 @@ type agent struct {
 	client     *client
 	jobs       *jobs // nil: no tools are offered
 	extra      map[string]any
-	emit       func(kind string, pairs ...any)
+	emit       emitter
 	journal    func(record) error // nothing goes on before it has returned
 	noNetwork  bool
 	noServices string // why persist is refused here, "" if it is not
@@ -391,21 +391,13 @@ func (a *agent) ask(ctx context.Context) (*reply, error) {
 	if a.jobs != nil {
 		request.tools, request.offered = json.RawMessage(toolSchemas), slices.Collect(maps.Keys(toolNames()))
 	}
-	events := sink{
-		text:      func(s string) { a.emit("content", "content", s) },
-		reasoning: func(s string) { a.emit("reasoning", "content", s) },
-		retry: func(r retryNotice) {
-			a.emit("retry", "attempt", r.attempt, "delay_ms", r.delay.Milliseconds(), "error_category", r.category, "error", r.message, "discard_content", r.discard)
-		},
-		progress: func(processed, total int64) { a.emit("progress", "processed", processed, "total", total) },
-	}
 	for half := true; ; half = false {
 		request.messages = nil
 		for _, m := range a.history {
 			request.messages = append(request.messages, m.raw)
 		}
 		began := time.Now()
-		r, err := a.client.complete(ctx, request, events)
+		r, err := a.client.complete(ctx, request, a.emit)
 		api, told := errors.AsType[*apiError](err)
 		switch {
 		case ctx.Err() != nil:

@@ -68,7 +68,7 @@ func BenchmarkFramingJSON(b *testing.B) {
 	b.SetBytes(int64(len(stream)))
 	b.ReportAllocs()
 	for b.Loop() {
-		bl := &builder{ids: map[string]bool{}, at: map[string]*partial{}}
+		bl := &builder{emit: quiet, ids: map[string]bool{}, at: map[string]*partial{}}
 		if failed := bl.read(slowReads(stream), func() {}); failed != nil {
 			b.Fatal(failed)
 		}
@@ -100,12 +100,12 @@ func BenchmarkPeak50000Chunks(b *testing.B) {
 		var before, now runtime.MemStats
 		runtime.ReadMemStats(&before)
 		peak, n := uint64(0), 0
-		bl := &builder{ids: map[string]bool{}, at: map[string]*partial{}, sink: sink{text: func(string) {
+		bl := &builder{ids: map[string]bool{}, at: map[string]*partial{}, emit: func(string, ...any) {
 			if n++; n%1000 == 0 {
 				runtime.ReadMemStats(&now)
 				peak = max(peak, now.HeapInuse)
 			}
-		}}}
+		}}
 		if failed := bl.read(slowReads(stream), func() {}); failed != nil {
 			b.Fatal(failed)
 		}
@@ -121,7 +121,7 @@ func BenchmarkArgument32MB(b *testing.B) {
 	b.SetBytes(int64(len(stream)))
 	b.ReportAllocs()
 	for b.Loop() {
-		bl := &builder{ids: map[string]bool{}, at: map[string]*partial{}}
+		bl := &builder{emit: quiet, ids: map[string]bool{}, at: map[string]*partial{}}
 		if failed := bl.read(slowReads(stream), func() {}); failed != nil || len(bl.calls) != 1 || bl.calls[0].args == nil {
 			b.Fatal("the call is not whole", failed)
 		}

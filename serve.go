@@ -228,7 +228,7 @@ func (s *selftest) once(what string, slot, limit int, tools string, messages ...
 		learned: &learned{map[string]bool{}, map[string]bool{}},
 		extra:   map[string]any{"id_slot": slot, "cache_prompt": true, "temperature": 0, "seed": 1, "max_tokens": limit}}
 	body, _ := s.body(r) // of our own making: it can be encoded
-	answer, failed := s.attempt(s.ctx, r, body, sink{})
+	answer, failed := s.attempt(s.ctx, r, body, func(string, ...any) {})
 	e := cmp.Or(failed, &apiError{})
 	s.want(breach(what, e.message,
 		rule{"server-auth", e.category == "auth", "the key is refused"},

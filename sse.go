@@ -101,22 +101,10 @@ type request struct {
 	learned  *learned
 }
 
-// sink hears of an answer while it arrives; functions may be nil. Text is valid
-// UTF-8. progress counts tokens of the prompt (llama-server's prompt_progress).
-type sink struct {
-	text, reasoning func(string)
-	retry           func(retryNotice)
-	progress        func(processed, total int64)
-}
-
-// retryNotice announces re-send number attempt, from 1, after delay. discard:
-// text or thinking of this model call was heard and does not count.
-type retryNotice struct {
-	attempt           int
-	delay             time.Duration
-	category, message string
-	discard           bool
-}
+// emitter hears of an answer while it arrives, as the events content, reasoning,
+// retry and progress of docs/protocol.md: their names, and pairs of field and
+// value. Text is valid UTF-8.
+type emitter func(kind string, pairs ...any)
 
 // reply is an answer that the server ended. finish is stop, tool_calls, length,
 // content_filter or the server's own word. reasoningKey is the name that
@@ -143,14 +131,15 @@ type usage struct{ input, output, cached, reasoning *int64 }
 // category is one of auth, billing, rate_limit, overloaded, server,
 // bad_request, unsupported_param, context_length, not_found, not_sse, empty,
 // stream_error, truncated, stall, malformed, network, internal; message is what
-// the user reads. text and reasoning are what had arrived. said is all that
-// decides a class or a repair, lower case. status 0 = no HTTP status was told.
-// retryable: the same request may be sent again and may then succeed.
+// the user reads. said is all that decides a class or a repair, lower case.
+// status 0 = no HTTP status was told. retryable: the same request may be sent
+// again and may then succeed. heard: text or thinking had arrived, which then
+// does not count.
 type apiError struct {
-	category, message, said, text, reasoning string
-	status                                   int
-	retryable, hasRetryAfter                 bool
-	retryAfter                               time.Duration
+	category, message, said string
+	status                  int
+	retryable, heard        bool
+	retryAfter              time.Duration
 }
 
 func (e *apiError) Error() string { return e.message }
@@ -182,11 +171,11 @@ func newClient(o clientOptions) *client {
 // repeat the same bytes; a repair is none, and happens once each. A server that
 // asks to wait longer than maxRetryAfter ends the call, still retryable. The
 // error is an *apiError, or wraps the cause of ctx. It runs in the caller's
-// goroutine, as do all functions of the sink.
-func (c *client) complete(ctx context.Context, r *request, s sink) (*reply, error) {
+// goroutine, as does emit.
+func (c *client) complete(ctx context.Context, r *request, emit emitter) (*reply, error) {
 	body, err := c.body(r)
 	for sent := 0; err == nil; {
-		rep, failed := c.attempt(ctx, r, body, s)
+		rep, failed := c.attempt(ctx, r, body, emit)
 		if failed == nil {
 			return rep, nil
 		}
@@ -202,9 +191,7 @@ func (c *client) complete(ctx context.Context, r *request, s sink) (*reply, erro
 		}
 		delay := cmp.Or(failed.retryAfter, c.backoff[sent]) // a date that has passed asks for nothing beyond our own wait
 		sent++
-		if s.retry != nil {
-			s.retry(retryNotice{sent, delay, failed.category, failed.message, failed.text+failed.reasoning != ""})
-		}
+		emit("retry", "attempt", sent, "delay_ms", delay.Milliseconds(), "error_category", failed.category, "error", failed.message, "discard_content", failed.heard)
 		select {
 		case <-ctx.Done(): // seen by the next attempt
 		case <-time.After(delay):
@@ -301,15 +288,15 @@ func assistantMessage(r *reply, calls []call) json.RawMessage {
 // attempt sends body once and reads the answer to its end. Everything that an
 // answer leaves behind is in the builder and goes with it: a re-send knows
 // nothing of the text and calls of a broken answer.
-func (c *client) attempt(ctx context.Context, r *request, body []byte, s sink) (*reply, *apiError) {
+func (c *client) attempt(ctx context.Context, r *request, body []byte, emit emitter) (*reply, *apiError) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	b := &builder{sink: s, offered: r.offered, ids: r.learned.ids, at: map[string]*partial{}}
+	b := &builder{emit: emit, offered: r.offered, ids: r.learned.ids, at: map[string]*partial{}}
 	failed := c.send(ctx, cancel, body, b)
 	if failed == nil {
 		return &b.reply, nil
 	}
-	failed.text, failed.reasoning = b.said.String(), b.thought.String()
+	failed.heard = b.said.Len()+b.thought.Len() > 0
 	if failed.category == "auth" && c.keyNote != "" {
 		failed.message += "; " + c.keyNote
 	}
@@ -323,11 +310,8 @@ func (c *client) attempt(ctx context.Context, r *request, body []byte, s sink) (
 // the POST into a GET and the key goes to a server that it is not meant for,
 // and would put the query of the URL, which may be a secret, into its errors.
 func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body []byte, b *builder) *apiError {
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, c.url, bytes.NewReader(body))
-	if err != nil {
-		return &apiError{category: "bad_request", message: "the URL is not valid"}
-	}
-	req.GetBody = nil // or net/http sends it again by itself, unseen and uncounted
+	req, _ := http.NewRequestWithContext(ctx, http.MethodPost, c.url, bytes.NewReader(body)) // of a URL that config.go made
+	req.GetBody = nil                                                                        // or net/http sends it again by itself, unseen and uncounted
 	// A compressing proxy would deliver in blocks, hence identity.
 	req.Header = http.Header{"Content-Type": {"application/json"}, "Accept": {"text/event-stream, application/json"}, "Accept-Encoding": {"identity"}, "User-Agent": {"belay/" + c.version}}
 	if c.key != "" {
@@ -352,9 +336,6 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 	if certificate := (*tls.CertificateVerificationError)(nil); errors.As(err, &certificate) {
 		e.message, e.retryable = e.message+"; if the server is right, name the file with its CA in SSL_CERT_FILE", false
 	}
-	if proxy, err := http.ProxyFromEnvironment(req); err == nil && proxy != nil && c.socket == "" {
-		e.message += "; it was sent through the proxy " + proxy.Host
-	}
 	return e
 }
 
@@ -363,9 +344,9 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 // only time spent waiting counts, so a slow consumer is no stall.
 func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, resp *http.Response, b *builder) (failed *apiError) {
 	h := resp.Header
-	tape := &recorded{Status: resp.StatusCode, Body: []recordedPiece{}, End: "open", Headers: http.Header{"Content-Type": h["Content-Type"],
+	tape := &recorded{Status: resp.StatusCode, End: "open", Headers: http.Header{"Content-Type": h["Content-Type"],
 		"Content-Encoding": h["Content-Encoding"], "Location": h["Location"], "Retry-After": h["Retry-After"], "Retry-After-Ms": h["Retry-After-Ms"]}}
-	until := time.Now().Add(farFuture)
+	reads, until := [][]byte(nil), time.Now().Add(farFuture)
 	src := io.Reader(readerFunc(func(p []byte) (int, error) {
 		stop := watch(min(c.liveness, time.Until(until)), cancel)
 		n, err := resp.Body.Read(p)
@@ -374,14 +355,17 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 			err = cmp.Or(context.Cause(ctx), err)
 		}
 		if c.record != nil {
-			tape.add(p[:n], err, ctx.Err() != nil)
+			reads = append(reads, bytes.Clone(p[:n]))
+		}
+		if err != nil && ctx.Err() == nil { // else we closed it
+			tape.End = err.Error()
 		}
 		return n, err
 	}))
 	defer func() {
 		cancel(nil) // before Close: a stream that may not end is never drained, and the server stops generating
 		resp.Body.Close()
-		tape.Body = redact(tape.Body, c.key)
+		tape.Body = redact(reads, c.key)
 		if err := json.NewEncoder(cmp.Or(c.record, io.Discard)).Encode(tape); err != nil {
 			failed = &apiError{category: "internal", message: "write the recording: " + err.Error()}
 		}
@@ -396,7 +380,7 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 	}
 	raw, _ := io.ReadAll(io.LimitReader(src, maxErrorBody)) // a body that breaks off still has its status
 	e := refusal(raw, resp.StatusCode, fmt.Sprintf("%d %s: ", resp.StatusCode, http.StatusText(resp.StatusCode)))
-	if e.retryAfter, e.hasRetryAfter = retryAfter(h, time.Now()); e.retryAfter > maxRetryAfter {
+	if e.retryAfter = retryAfter(h, time.Now()); e.retryAfter > maxRetryAfter {
 		e.message += "; the server asks to come back after " + time.Now().Add(e.retryAfter).UTC().Format(time.RFC3339)
 	}
 	if e.status/100 == 3 {
@@ -505,7 +489,7 @@ func (r *eventReader) take() bool {
 // came; kept: bytes held, bounded by maxEvent; reply is complete after end.
 type builder struct {
 	reply
-	sink                  sink
+	emit                  emitter
 	offered               []string
 	ids                   map[string]bool
 	said, thought         strings.Builder
@@ -602,8 +586,8 @@ func (b *builder) value(raw []byte) (err error) {
 		return &apiError{category: "malformed", message: "the answer is longer than 64 MiB"}
 	case b.whole:
 		return io.EOF
-	case p != nil && b.sink.progress != nil:
-		b.sink.progress(*cmp.Or(number(p.get("processed")), new(int64)), *cmp.Or(number(p.get("total")), new(int64)))
+	case p != nil:
+		b.emit("progress", "processed", cmp.Or(number(p.get("processed")), new(int64)), "total", cmp.Or(number(p.get("total")), new(int64)))
 	}
 	return err
 }
@@ -615,7 +599,7 @@ func (b *builder) choice(o object) bool {
 		return false
 	}
 	b.seen = true
-	b.emit(&b.said, b.sink.text, str(o.get("text"))) // the shape of plain completions
+	b.hear(&b.said, "content", str(o.get("text"))) // the shape of plain completions
 	b.delta(parse(o.get("delta")))
 	if m := parse(o.get("message")); m != nil && b.said.Len()+b.thought.Len()+len(b.parts) == 0 { // else it repeats the deltas
 		b.delta(m)
@@ -636,19 +620,19 @@ func (b *builder) delta(o object) {
 	keys := []string{"reasoning_content", "reasoning"}
 	if i := slices.IndexFunc(keys, func(key string) bool { return str(o.get(key)) != "" }); i >= 0 {
 		b.reasoningKey = cmp.Or(b.reasoningKey, keys[i])
-		b.emit(&b.thought, b.sink.reasoning, str(o.get(keys[i])))
+		b.hear(&b.thought, "reasoning", str(o.get(keys[i])))
 	}
 	for _, m := range parse(o.get("reasoning_details")) {
 		b.details, b.kept = append(b.details, bytes.Clone(m.val)), b.kept+len(m.val)
 	}
-	b.emit(&b.said, b.sink.text, str(o.get("content"))+str(o.get("refusal")))
+	b.hear(&b.said, "content", str(o.get("content"))+str(o.get("refusal")))
 	for _, m := range parse(o.get("content")) {
 		part := parse(m.val)
-		b.emit(&b.thought, b.sink.reasoning, str(part.get("thinking")))
+		b.hear(&b.thought, "reasoning", str(part.get("thinking")))
 		for _, m := range parse(part.get("thinking")) {
-			b.emit(&b.thought, b.sink.reasoning, str(parse(m.val).get("text")))
+			b.hear(&b.thought, "reasoning", str(parse(m.val).get("text")))
 		}
-		b.emit(&b.said, b.sink.text, str(part.get("text")))
+		b.hear(&b.said, "content", str(part.get("text")))
 	}
 	calls := parse(o.get("tool_calls"))
 	if one := o.get("tool_calls"); len(one) > 0 && one[0] == '{' {
@@ -662,10 +646,11 @@ func (b *builder) delta(o object) {
 	}
 }
 
-func (b *builder) emit(to *strings.Builder, hear func(string), s string) {
+// hear takes a piece of visible text or of thinking; kind is its event.
+func (b *builder) hear(to *strings.Builder, kind, s string) {
 	to.WriteString(s)
-	if b.kept += len(s); s != "" && hear != nil {
-		hear(s)
+	if b.kept += len(s); s != "" {
+		b.emit(kind, "content", s)
 	}
 }
 
@@ -879,19 +864,19 @@ func classify(status int, inside bool, said string) (category string, retryable 
 }
 
 // retryAfter reads what the server asks to wait: milliseconds if given, else
-// seconds (1.5 was seen) or a date, of which a past one is 0. ok is false for
-// anything else, such as nan or a negative; the wait is at most farFuture.
-func retryAfter(h http.Header, now time.Time) (wait time.Duration, ok bool) {
+// seconds (1.5 was seen) or a date, of which a past one is 0. Anything else, such
+// as nan or a negative, is 0, too; the wait is at most farFuture.
+func retryAfter(h http.Header, now time.Time) (wait time.Duration) {
 	if at, err := http.ParseTime(h.Get("Retry-After")); err == nil {
-		wait, ok = max(at.Sub(now), 0), true
+		wait = max(at.Sub(now), 0)
 	}
 	for i, name := range []string{"Retry-After", "Retry-After-Ms"} {
 		if n, err := strconv.ParseFloat(strings.TrimSpace(h.Get(name)), 64); err == nil && n >= 0 {
 			unit := []time.Duration{time.Second, time.Millisecond}[i]
-			wait, ok = time.Duration(min(n*float64(unit), float64(farFuture))), true
+			wait = time.Duration(min(n*float64(unit), float64(farFuture)))
 		}
 	}
-	return wait, ok
+	return wait
 }
 
 // recorded is one line of a recording: one response as received. end is what
@@ -909,28 +894,21 @@ type recordedPiece struct {
 	Base64 []byte `json:"base64,omitempty"`
 }
 
-// add records a read; ours: we cancelled it.
-func (t *recorded) add(p []byte, err error, ours bool) {
-	piece := recordedPiece{Text: string(p)}
-	if !utf8.Valid(p) {
-		piece = recordedPiece{Base64: bytes.Clone(p)}
+// redact gives what was read in the form of a recording, without the key. A body
+// that repeats it loses its read boundaries, where it may be split.
+func redact(reads [][]byte, key string) []recordedPiece {
+	if whole := bytes.Join(reads, nil); key != "" && bytes.Contains(whole, []byte(key)) {
+		reads = [][]byte{bytes.ReplaceAll(whole, []byte(key), []byte("[key]"))}
 	}
-	if t.Body = append(t.Body, piece); err != nil && !ours {
-		t.End = err.Error()
+	body := []recordedPiece{}
+	for _, p := range reads {
+		if utf8.Valid(p) {
+			body = append(body, recordedPiece{Text: string(p)})
+		} else {
+			body = append(body, recordedPiece{Base64: p})
+		}
 	}
-}
-
-// redact takes the key out of a body that repeats it; such a body loses its read
-// boundaries, where the key may be split.
-func redact(body []recordedPiece, key string) []recordedPiece {
-	var whole []byte
-	for _, p := range body {
-		whole = append(append(whole, p.Text...), p.Base64...)
-	}
-	if key == "" || !bytes.Contains(whole, []byte(key)) {
-		return body
-	}
-	return []recordedPiece{{Base64: bytes.ReplaceAll(whole, []byte(key), []byte("[key]"))}}
+	return body
 }
 
 // newReplayer gives a transport that answers from a recording, in order,
