@@ -14,6 +14,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"runtime/debug"
 	"slices"
@@ -22,7 +23,6 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
-	"unicode"
 )
 
 // agent.go is the conversation: events and how they are written, the tools
@@ -85,8 +85,7 @@ type interrupt struct {
 // encodeEvent gives one line of docs/protocol.md: type first, then pairs of
 // name and value, then the schema.
 func encodeEvent(kind string, pairs ...any) []byte {
-	all := append([]any{"type", kind}, pairs...)
-	return append(jsonObject(append(all, "schema", "belay.exec-stream", "schema_version", 1)...), '\n')
+	return append(jsonObject(slices.Concat([]any{"type", kind}, pairs, []any{"schema", "belay.exec-stream", "schema_version", 1})...), '\n')
 }
 
 // jsonObject keeps the order of its pairs and leaves out a value that encodes to
@@ -114,14 +113,13 @@ func jsonOf(v any) []byte {
 // results have neither a category nor a path.
 func some(v any) any { return map[bool]any{true: v}[v != "" && v != false] }
 
-// printer writes events in one of the three formats. One goroutine writes to
-// stdout, so that a reader that stands still never stops the run itself.
+// printer writes events in one of the three formats.
 type printer struct {
 	// set once
 	format         string
 	stdout, stderr *os.File
-	queue          chan func() // writes, for the one goroutine that does them
 	fail           context.CancelCauseFunc
+	writing        chan struct{} // of one place: holds something while a write is under way
 
 	mu      sync.Mutex             // over stderr
 	running atomic.Pointer[string] // the tool call under way
@@ -129,29 +127,29 @@ type printer struct {
 	tools, services []json.RawMessage // owned by the goroutine of the run
 }
 
-// write returns when b is written, or with ctx. What is handed over then may
-// still get out, if the reader comes back while belay ends.
-func (p *printer) write(ctx context.Context, b []byte) error {
-	ack := make(chan error, 1)
-	do := func() {
-		_, err := p.stdout.Write(b)
-		if errors.Is(err, syscall.EPIPE) {
-			err = errReaderLeft
-		}
-		if err != nil {
-			p.fail(err)
-		}
-		ack <- err
+// write returns when b is written, or with ctx, so that a reader that stands
+// still never stops the run itself. One goroutine writes at a time; what it has
+// then may still get out, if the reader comes back while belay ends.
+func (p *printer) write(ctx context.Context, b []byte) (err error) {
+	written := make(chan error, 1)
+	select {
+	case p.writing <- struct{}{}:
+		// owner: write; ends when stdout has taken b; joined by written, but for a reader that stands still
+		go func() { _, err := p.stdout.Write(b); <-p.writing; written <- err }()
+	case <-ctx.Done():
 	}
-	for queue := p.queue; ; queue = nil { // nil: it is handed over, what is left to wait for is its end
-		select {
-		case queue <- do:
-		case err := <-ack:
-			return err
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		}
+	select {
+	case err = <-written:
+	case <-ctx.Done():
+		err = context.Cause(ctx)
 	}
+	if errors.Is(err, syscall.EPIPE) {
+		err = errReaderLeft
+	}
+	if err != nil {
+		p.fail(err)
+	}
+	return err
 }
 
 // say prints for people, and so that neither a terminal nor a CI runner obeys
@@ -160,50 +158,44 @@ func (p *printer) write(ctx context.Context, b []byte) error {
 // (##[command] and ##vso[command] count anywhere in a line). A stderr that
 // takes nothing for lastLines loses the line; it never stops the run.
 func (p *printer) say(format string, args ...any) {
-	last := ' '
-	text := strings.Map(func(r rune) rune {
-		if unicode.IsControl(r) && r != '\n' && r != '\t' || r == '#' && last == '#' {
-			r = '\uFFFD'
-		}
-		last = r
-		return r
-	}, fmt.Sprintf(format, args...))
+	text := strings.ToValidUTF8(fmt.Sprintf(format, args...), "\uFFFD")
+	text = regexp.MustCompile(`[^\P{Cc}\n\t]`).ReplaceAllString(text, "\uFFFD")
+	text = strings.NewReplacer("##", "#\uFFFD", "\n", "\n  | ").Replace(text) + "\n"
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for piece := range slices.Chunk([]byte(strings.ReplaceAll(text, "\n", "\n  | ")+"\n"), atomicWrite) {
+	for piece := range slices.Chunk([]byte(text), atomicWrite) {
 		if takesOneWrite(int(p.stderr.Fd()), lastLines) {
 			p.stderr.Write(piece)
 		}
 	}
 }
 
-// emit is the sink of a run's events. The text format shows some fields of
-// some kinds, on indented lines.
-func (p *printer) emit(ctx context.Context, kind string, pairs ...any) {
-	if p.format == "stream-json" {
+// show says something of a run's course, which only the text format has on stderr.
+func (p *printer) show(format string, args ...any) {
+	if p.format == "text" {
+		p.say("  "+format, args...)
+	}
+}
+
+// print takes the events of a run but the last ones. The text format shows some
+// fields of some kinds, on indented lines.
+func (p *printer) print(ctx context.Context, kind string, pairs ...any) {
+	whole := jsonObject(pairs...)
+	get := func(key string) string { return word(parse(whole).get(key)) }
+	switch {
+	case p.format == "stream-json":
 		p.write(ctx, encodeEvent(kind, pairs...)) // an error has ended the run
-		return
-	}
-	fields := map[string]any{}
-	for pair := range slices.Chunk(pairs, 2) {
-		fields[pair[0].(string)] = pair[1]
-	}
-	line := ""
-	switch whole := json.RawMessage(jsonObject(pairs...)); kind {
-	case "tool_use":
-		p.running.Store(new(fmt.Sprintf("%s %s", fields["name"], jsonOf(fields["input"]))))
-	case "tool_result":
+	case kind == "tool_use":
+		p.running.Store(new(get("name") + " " + get("input")))
+	case kind == "tool_result":
 		p.tools = append(p.tools, whole)
-		line = oneLine(fmt.Sprintf("  %s in %d ms: %s", fields["status"], fields["duration_ms"], *p.running.Swap(nil)))
-		line += keep("\n"+oneLine(fields["output"].(string)), fields["status"] == "error")
-	case "service_released", "service_stopped":
+		line := oneLine(fmt.Sprintf("%s in %s ms: %s", get("status"), get("duration_ms"), *p.running.Swap(nil)))
+		p.show("%s%s", line, keep("\n"+oneLine(get("output")), get("status") == "error"))
+	case kind == "service_released", kind == "service_stopped":
 		p.services = append(p.services, whole)
-		line = fmt.Sprintf("  %s %s", kind, whole)
-	case "retry", "notice":
-		line = fmt.Sprintf("  %s: %v", kind, cmp.Or(fields["message"], fields["error"]))
-	}
-	if p.format == "text" && line != "" {
-		p.say("%s", line)
+		p.show("%s %s", kind, whole)
+	case kind == "retry", kind == "notice":
+		p.show("%s: %s", kind, get("message")+get("error"))
 	}
 }
 
@@ -214,7 +206,8 @@ func oneLine(s string) string {
 	return short + keep("…", short != s)
 }
 
-// The tools, in full JSON Schema.
+// The tools, in full JSON Schema. It is what the model is told and what its
+// calls are checked by.
 const toolSchemas = `[
 {"type":"function","function":{"name":"Bash","description":"Run a shell command, or wait for or cancel one that runs in the background. When a foreground command ends, whatever it left running is ended too. A background command ends with the run, unless it is a persistent service of a run that completes.","parameters":{"type":"object","properties":{
 "action":{"type":"string","enum":["run","wait","cancel"],"description":"default run"},
@@ -226,61 +219,68 @@ const toolSchemas = `[
 "cwd":{"type":"string","description":"run: directory, default the workspace"},
 "task_id":{"type":"string","description":"wait, cancel: the task"},
 "all":{"type":"boolean","description":"cancel: all tasks"}}}}},
+{"type":"function","function":{"name":"Edit","description":"Replace exact text in a file.","parameters":{"type":"object","properties":{
+"path":{"type":"string"},"old":{"type":"string","description":"must occur exactly once, unless all"},"new":{"type":"string"},"all":{"type":"boolean"}},"required":["path","old","new"]}}},
 {"type":"function","function":{"name":"Read","description":"Read a text file as numbered lines, at most 2000 lines and 50 KiB at once.","parameters":{"type":"object","properties":{
 "path":{"type":"string"},"offset":{"type":"integer","description":"first line, from 1"},"limit":{"type":"integer","description":"number of lines"}},"required":["path"]}}},
 {"type":"function","function":{"name":"Write","description":"Write a whole file, with its parent directories.","parameters":{"type":"object","properties":{
-"path":{"type":"string"},"content":{"type":"string"}},"required":["path","content"]}}},
-{"type":"function","function":{"name":"Edit","description":"Replace exact text in a file.","parameters":{"type":"object","properties":{
-"path":{"type":"string"},"old":{"type":"string","description":"must occur exactly once, unless all"},"new":{"type":"string"},"all":{"type":"boolean"}},"required":["path","old","new"]}}}]`
+"path":{"type":"string"},"content":{"type":"string"}},"required":["path","content"]}}}]`
 
-// toolNames gives the arguments of each tool: first those that it needs.
-func toolNames() map[string][2]string {
-	return map[string][2]string{"Bash": {"", "action command timeout_ms background persist stdin cwd task_id all"},
-		"Read": {"path", "offset limit"}, "Write": {"path content", ""}, "Edit": {"path old new", "all"}}
+// toolOf gives the parameters of a tool, nil if there is none, and the names of
+// all tools.
+func toolOf(name string) (parameters object, names []string) {
+	for _, m := range parse([]byte(toolSchemas)) {
+		function := parse(parse(m.val).get("function"))
+		if names = append(names, str(function.get("name"))); names[len(names)-1] == name {
+			parameters = parse(function.get("parameters"))
+		}
+	}
+	return parameters, names
 }
 
-// arguments of all tools. A number is read as a float: some models write 5.0.
+// arguments of all tools, those of the file tools as procs.go takes them.
 type arguments struct {
-	Action, Command, Cwd, Path, Content, Old, New string
-	TaskID                                        string `json:"task_id"`
-	Stdin                                         *string
-	Timeout                                       float64 `json:"timeout_ms"`
-	Offset, Limit                                 float64
-	Background, Persist, All                      bool
+	fileRequest
+	Action, Command, Cwd string
+	TaskID               string `json:"task_id"`
+	Stdin                *string
+	Timeout              int `json:"timeout_ms"`
+	Background, Persist  bool
 }
+
+// refusedCall is an error of a call that was not run. It says what is valid.
+type refusedCall struct{ error }
 
 // check reads the arguments of a call: null counts as absent, and names that
-// the tool does not have are given back.
-func (a *arguments) check(tool string, raw json.RawMessage) (unknown []string, err error) {
-	var given map[string]json.RawMessage
-	if json.Unmarshal(raw, &given) != nil || given == nil {
-		return nil, errors.New("the arguments are no JSON object, so nothing was run; send them again as one object")
+// the tool does not have are given back. What is wrong is refused with its
+// schema. Some models write 5.0, which decoding to any makes a 5.
+func (a *arguments) check(c call) (unknown []string, err error) {
+	parameters, names := toolOf(c.name)
+	var given map[string]any
+	switch json.Unmarshal(c.args, &given); {
+	case parameters == nil:
+		return nil, refusedCall{fmt.Errorf("there is no tool %q; the tools are %s", c.name, strings.Join(names, ", "))}
+	case given == nil:
+		return nil, refusedCall{errors.New("the arguments are no JSON object, so nothing was run; send them again as one object")}
 	}
-	needs, takes := strings.Fields(toolNames()[tool][0]), strings.Fields(toolNames()[tool][1])
+	forms := map[string]string{"string": `^"`, "boolean": `^(true|false)$`, "integer": `^[1-9][0-9]{0,8}$`}
 	for _, name := range slices.Sorted(maps.Keys(given)) {
-		if !slices.Contains(needs, name) && !slices.Contains(takes, name) {
+		value, property := jsonOf(given[name]), parse(parameters.get("properties")).get(name)
+		form, enum := regexp.MustCompile(forms[str(parse(property).get("type"))]), parse(property).get("enum")
+		if property == nil {
 			unknown = append(unknown, name)
 			delete(given, name)
-		} else if string(given[name]) == "null" {
-			delete(given, name)
+		} else if given[name] != nil && (!form.Match(value) || enum != nil && !bytes.Contains(enum, value)) {
+			return nil, refusedCall{fmt.Errorf("%s must be %s, not %.50s", name, property, value)}
 		}
 	}
-	err = json.Unmarshal(jsonOf(given), a)
-	if odd, is := errors.AsType[*json.UnmarshalTypeError](err); is {
-		kind := map[string]string{"bool": "a boolean", "float64": "an integer", "string": "a string"}[odd.Type.String()]
-		err = fmt.Errorf("%s must be %s, not a %s", strings.ToLower(odd.Field), kind, odd.Value)
-	}
-	for name, n := range map[string]float64{"timeout_ms": a.Timeout, "offset": a.Offset, "limit": a.Limit} {
-		if err == nil && given[name] != nil && (n < 1 || n != float64(int32(n))) { // of what is too large int32 makes another number
-			err = fmt.Errorf("%s must be an integer from 1 to %d", name, 1<<31-1)
+	needs := parameters.get("required")
+	for _, need := range parse(needs) {
+		if given[str(need.val)] == nil {
+			return nil, refusedCall{fmt.Errorf("%s is missing; %s needs %s", str(need.val), c.name, needs)}
 		}
 	}
-	for _, name := range needs {
-		if err == nil && given[name] == nil {
-			err = fmt.Errorf("%s is missing; %s needs %s", name, tool, strings.Join(needs, ", "))
-		}
-	}
-	return unknown, err
+	return unknown, json.Unmarshal(jsonOf(given), a)
 }
 
 // toolResult is what a call came to. category "" is success; else
@@ -290,12 +290,6 @@ type toolResult struct {
 	exit                 *int
 	truncated            bool
 }
-
-func refused(format string, args ...any) toolResult {
-	return toolResult{text: fmt.Sprintf(format, args...), category: "invalid_input"}
-}
-
-func broken(err error) toolResult { return toolResult{text: err.Error(), category: "execution_failed"} }
 
 // agent is one conversation with a model.
 type agent struct {
@@ -389,7 +383,8 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 func (a *agent) ask(ctx context.Context) (*reply, error) {
 	request := &request{extra: a.extra, learned: &a.learned}
 	if a.jobs != nil {
-		request.tools, request.offered = json.RawMessage(toolSchemas), slices.Collect(maps.Keys(toolNames()))
+		request.tools = json.RawMessage(toolSchemas)
+		_, request.offered = toolOf("")
 	}
 	for half := true; ; half = false {
 		request.messages = nil
@@ -464,46 +459,43 @@ func (a *agent) call(ctx context.Context, c call) error {
 	return cmp.Or(a.add(record{Type: recToolResult, Call: c.id, Message: toolMessage(c.id, r.text)}), context.Cause(ctx))
 }
 
-// dispatch checks a call and runs it. What is refused says what is valid.
+// dispatch checks a call and runs it.
 func (a *agent) dispatch(ctx context.Context, c call) (r toolResult) {
 	var args arguments
-	if _, ok := toolNames()[c.name]; !ok || a.jobs == nil {
-		return refused("there is no tool %q; the tools are %s", c.name, strings.Join(slices.Sorted(maps.Keys(toolNames())), ", "))
-	}
-	unknown, err := args.check(c.name, c.args)
+	unknown, err := args.check(c)
 	if args.Path = cmp.Or(args.Path, args.Cwd); !filepath.IsAbs(args.Path) { // no tool takes both; none is the workspace
 		args.Path = filepath.Join(a.cfg.workspace, args.Path)
 	}
-	switch {
+	switch args.Tool = c.name; {
 	case err != nil:
-		return refused("%v", err)
+	case a.jobs == nil:
+		err = refusedCall{errors.New("no tools were offered")}
 	case c.name == "Bash":
-		r = a.bash(ctx, args)
+		r, err = a.bash(ctx, &args)
 	case c.name == "Edit" && (args.Old == "" || args.Old == args.New):
-		return refused("old must not be empty, and new must differ from it")
+		err = refusedCall{errors.New("old must not be empty, and new must differ from it")}
 	default:
-		r.text, err = a.jobs.file(ctx, &fileRequest{Tool: c.name, Path: args.Path, Content: args.Content, Old: args.Old, New: args.New, All: args.All, Offset: int(args.Offset), Limit: int(args.Limit)})
-		if err != nil {
-			r = broken(err)
-		}
+		r.text, err = a.jobs.file(ctx, &args.fileRequest)
+	}
+	if _, refused := errors.AsType[refusedCall](err); err != nil {
+		r = toolResult{text: err.Error(), category: cmp.Or(keep("invalid_input", refused), "execution_failed")}
 	}
 	r.text += keep("\n(unknown arguments ignored: "+strings.Join(unknown, ", ")+")", len(unknown) > 0)
 	return r
 }
 
 // bash is the tool of that name.
-func (a *agent) bash(ctx context.Context, args arguments) (r toolResult) {
+func (a *agent) bash(ctx context.Context, args *arguments) (r toolResult, err error) {
 	action := cmp.Or(args.Action, "run")
-	asked := cmp.Or(args.Timeout, map[string]float64{"wait": waitTimeout}[action], float64(a.cfg.commandTimeout.Milliseconds()))
-	timeout := time.Duration(min(max(asked, minTimeout), maxTimeout)) * time.Millisecond
+	asked := cmp.Or(args.Timeout, map[string]int{"wait": waitTimeout}[action], int(a.cfg.commandTimeout.Milliseconds()))
+	ms := min(max(asked, minTimeout), maxTimeout)
+	timeout := time.Duration(ms) * time.Millisecond
 	tasks := a.jobs.list(func(j *job) bool { return j.id == args.TaskID || args.All && !j.over.Load() })
 	switch {
-	case !in("run wait cancel", action):
-		return refused("action must be one of run, wait, cancel, not %q", action)
 	case action == "run":
-		r = a.start(ctx, args, timeout)
+		r, err = a.start(ctx, args, timeout)
 	case len(tasks) == 0 && (action == "wait" || !args.All):
-		return refused("there is no task %q", args.TaskID)
+		err = refusedCall{fmt.Errorf("there is no task %q", args.TaskID)}
 	case action == "wait":
 		tasks[0].wait(ctx, timeout)
 		r = a.report(tasks[0], "")
@@ -511,28 +503,25 @@ func (a *agent) bash(ctx context.Context, args arguments) (r toolResult) {
 		for _, j := range tasks {
 			j.cancelled.Store(true)
 		}
-		return toolResult{text: fmt.Sprintf("%d tasks ended%s", len(tasks), leftOver(end(orderEnd, tasks...)))}
+		r.text = fmt.Sprintf("%d tasks ended%s", len(tasks), leftOver(end(orderEnd, tasks...)))
 	}
-	note := fmt.Sprintf("\n(timeout_ms %.0f was taken as %d: %d to %d are possible)", asked, timeout.Milliseconds(), minTimeout, maxTimeout)
-	r.text += keep(note, float64(timeout.Milliseconds()) != asked)
-	return r
+	r.text += keep(fmt.Sprintf("\n(timeout_ms %d was taken as %d: %d to %d are possible)", asked, ms, minTimeout, maxTimeout), ms != asked)
+	return r, err
 }
 
 // start runs a command to its end, or starts one that goes on: a task of this
 // run or, if every rule is kept, a pending persistent service.
-func (a *agent) start(ctx context.Context, args arguments, timeout time.Duration) toolResult {
+func (a *agent) start(ctx context.Context, args *arguments, timeout time.Duration) (r toolResult, err error) {
 	fi, err := os.Stat(args.Path)
-	switch {
-	case strings.TrimSpace(args.Command) == "":
-		return refused("run needs a command")
-	case err != nil || !fi.IsDir():
-		return refused("cwd %s is no directory", args.Path)
-	case args.Persist && (!args.Background || args.Stdin != nil):
-		return refused("persist needs background:true and no stdin")
-	case args.Persist && a.noServices != "":
-		return broken(errors.New("persist is refused: " + a.noServices))
-	case args.Persist && len(a.jobs.list((*job).pending)) >= maxPending:
-		return refused("there are %d pending services already, no more are possible", maxPending)
+	full := len(a.jobs.list((*job).pending)) >= maxPending
+	broken := cmp.Or(
+		keep("run needs a command", strings.TrimSpace(args.Command) == ""),
+		keep("cwd "+args.Path+" is no directory", err != nil || !fi.IsDir()),
+		keep("persist needs background:true and no stdin", args.Persist && (!args.Background || args.Stdin != nil)),
+		keep("persist is refused: "+a.noServices, args.Persist && a.noServices != ""),
+		keep(fmt.Sprintf("there are %d pending services already, no more are possible", maxPending), args.Persist && full))
+	if broken != "" {
+		return r, refusedCall{errors.New(broken)}
 	}
 	var log *os.File
 	if args.Persist {
@@ -540,45 +529,47 @@ func (a *agent) start(ctx context.Context, args arguments, timeout time.Duration
 			a.emit("notice", "message", fmt.Sprintf("the service's output goes to %s and no record is kept: %v", os.DevNull, err))
 		}
 		if log == nil { // not even the null device
-			return broken(err)
+			return r, err
 		}
 	}
 	j, err := a.jobs.start(args.Command, args.Path, args.Stdin, log)
 	switch {
 	case err != nil:
-		return broken(err)
+		return r, err
 	case args.Persist:
-		return toolResult{text: fmt.Sprintf("started as %s (pid %d), log %s. It is pending: it is released when this run completes and ended if the run fails. Probe that it is ready before you answer.", j.id, j.pid, j.log)}
+		r.text = fmt.Sprintf("started as %s (pid %d), log %s. It is pending: it is released when this run completes and ended if the run fails. Probe that it is ready before you answer.", j.id, j.pid, j.log)
 	case args.Background:
-		return toolResult{text: fmt.Sprintf("started in the background as %s; it ends with this run", j.id)}
+		r.text = fmt.Sprintf("started in the background as %s; it ends with this run", j.id)
+	default:
+		late := ""
+		if !j.wait(ctx, timeout) {
+			late = fmt.Sprintf("timed out after %d ms; for long work use background:true and wait", timeout.Milliseconds())
+			j.cancelled.Store(ctx.Err() != nil)
+			end(orderEnd, j)
+		}
+		a.jobs.forget(j)
+		r = a.report(j, late)
 	}
-	defer a.jobs.forget(j)
-	if j.wait(ctx, timeout) {
-		return a.report(j, "")
-	}
-	end(orderEnd, j)
-	return a.report(j, cmp.Or(keep("cancelled", ctx.Err() != nil),
-		fmt.Sprintf("timed out after %d ms; for long work use background:true and wait", timeout.Milliseconds())))
+	return r, nil
 }
 
-// report gives the new output of a job and what became of it. ended says why
-// belay ended it, if it did.
-func (a *agent) report(j *job, ended string) toolResult {
+// report gives the new output of a job and what became of it. late says that
+// belay ended it at its limit of time.
+func (a *agent) report(j *job, late string) toolResult {
 	over := j.over.Load() // only then the job's fields are ours to read
 	text, omitted, lost := j.out.take(!over)
-	r := toolResult{text: strings.TrimSuffix(cmp.Or(text, "(no output)"), "\n"), truncated: omitted > 0}
+	r, state := toolResult{text: strings.TrimSuffix(cmp.Or(text, "(no output)"), "\n"), truncated: omitted > 0}, ""
 	if f := j.out.file; r.truncated && f != nil {
 		r.path = f.Name()
 		r.text += fmt.Sprintf("\n(the output, up to %d MiB, is in %s%s)", spillMax>>20, r.path, keep("; it could not be written to the end, so the rest is lost", lost))
 	}
-	state := ""
 	switch {
-	case ended != "":
-		state, r.category = ended, cmp.Or(keep(ended, ended == "cancelled"), "timeout")
+	case j.cancelled.Load():
+		state, r.category = "cancelled", "cancelled"
+	case late != "":
+		state, r.category = late, "timeout"
 	case !over:
 		state = fmt.Sprintf("still running after %s", time.Since(j.began).Round(time.Millisecond))
-	case j.cancelled.Load():
-		state = "cancelled"
 	case j.last.Kind != "gone":
 		state, r.category = j.last.Text, "execution_failed"
 	case j.last.Status.Signaled():
@@ -631,8 +622,8 @@ func source(cfg *config, stdin io.Reader, data []byte) (transport http.RoundTrip
 type execution struct {
 	// set once
 	*agent
-	printer    *printer
-	host       *host
+	*printer
+	own        *jobs // without --auto there are never any
 	interrupts []interrupt
 	id         string
 	began      time.Time
@@ -641,68 +632,61 @@ type execution struct {
 // runExec runs one task and gives the exit code. Whatever happens, everything
 // passes the same end: kill, reap, then write. interrupts: outermost first.
 func runExec(ctx context.Context, cfg *config, h *host, interrupts []interrupt, transport http.RoundTripper, record io.Writer, stdout, stderr *os.File) int {
+	// Of the writes too: a reader that stands still does not stop the clock.
+	late := &ending{124, "failed", "timeout", fmt.Sprintf("--timeout %s ran out", cfg.timeout)}
+	ctx, stop := context.WithTimeoutCause(ctx, cmp.Or(cfg.timeout, farFuture), late)
+	defer stop()
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
-	if cfg.timeout > 0 { // of the writes too: a reader that stands still does not stop the clock
-		defer time.AfterFunc(cfg.timeout, func() { fail(&ending{124, "failed", "timeout", fmt.Sprintf("--timeout %s ran out", cfg.timeout)}) }).Stop()
-	}
-	p := &printer{format: cfg.format, stdout: stdout, stderr: stderr, queue: make(chan func()), fail: fail}
-	x := &execution{printer: p, host: h, interrupts: interrupts, id: randomHex() + randomHex(), began: time.Now()}
-	var t *jobs
+	p := &printer{format: cfg.format, stdout: stdout, stderr: stderr, fail: fail, writing: make(chan struct{}, 1)}
+	x := &execution{printer: p, own: &jobs{host: h}, interrupts: interrupts, id: randomHex() + randomHex(), began: time.Now()}
+	var offered *jobs
+	var trace func(string)
 	if cfg.auto {
 		var err error
-		if t, err = newJobs(h, toolOptions(cfg, x.id)); err != nil {
+		if offered, err = newJobs(h, toolOptions(cfg, x.id)); err != nil {
 			p.say("%s: %v", cfg.program, err)
 			return 1
 		}
-		defer t.close()
+		x.own = offered
+		defer offered.close()
 	}
-	var trace func(string)
 	if cfg.verbose {
 		trace = func(s string) { p.say("%s: %s", cfg.program, s) }
 	}
-	x.agent = newAgent(cfg, t, transport, record, trace)
-	x.emit = func(kind string, pairs ...any) { p.emit(ctx, kind, pairs...) }
-	// owner: runExec; ends when queue is closed and the last write returned; joined by write, which finish bounds
-	go func() {
-		for write := range p.queue {
-			write()
-		}
-	}()
-	watched := make(chan struct{})
-	// owner: runExec; ends when ctx does; joined by watched
-	go func() { defer close(watched); x.supervise(ctx) }()
+	x.agent = newAgent(cfg, offered, transport, record, trace)
+	x.emit = func(kind string, pairs ...any) { p.print(ctx, kind, pairs...) }
+	var watch sync.WaitGroup
+	// owner: runExec; ends when ctx does; joined by watch
+	watch.Go(func() { x.supervise(ctx) })
 	code := x.finish(x.converse(ctx))
 	fail(nil)
-	<-watched
-	close(p.queue)
+	watch.Wait()
 	return code
 }
 
 // supervise notices a reader that left although nothing is written; it reaps as
-// PID 1 of a container, where belay is every orphan's parent, and shows in the
-// text format that a long tool call is alive.
+// PID 1 of a container, where belay is every orphan's parent, and shows that a
+// long tool call is alive.
 func (x *execution) supervise(ctx context.Context) {
-	tick := time.NewTicker(min(superviseTick, x.cfg.poll))
-	defer tick.Stop()
 	var call *string
-	for since := x.began; ; {
+	for tick, since := time.Tick(min(superviseTick, x.cfg.poll)), x.began; ; {
 		select {
 		case <-ctx.Done():
 			return
-		case now := <-tick.C:
-			if readerLeft(int(x.printer.stdout.Fd())) {
-				x.printer.fail(errReaderLeft)
-			}
-			if x.host.pid == 1 {
-				x.host.orphans()
-			}
-			if running := x.printer.running.Load(); running != call {
-				call, since = running, now
-			} else if call != nil && x.cfg.format == "text" && now.Sub(since) >= progressTick {
-				since = now
-				x.printer.say("%s", oneLine("  still running "+*call))
-			}
+		case <-tick:
+		}
+		if readerLeft(int(x.stdout.Fd())) {
+			x.fail(errReaderLeft)
+		}
+		if x.own.host.pid == 1 {
+			x.own.host.orphans()
+		}
+		if running := x.running.Load(); running != call {
+			call, since = running, time.Now()
+		} else if call != nil && time.Since(since) >= progressTick {
+			since = time.Now()
+			x.show("%s", oneLine("still running "+*call))
 		}
 	}
 }
@@ -714,7 +698,7 @@ func (x *execution) converse(ctx context.Context) (err error) {
 	cfg := x.cfg
 	x.emit("start", "session_id", x.id, "model", cfg.model, "workspace", cfg.workspace, "sandbox", cfg.sandbox, "network", !x.noNetwork, "version", version())
 	x.noServices = cmp.Or(keep("it needs --sandbox danger-full-access on the command line", !cfg.sandboxFlag || cfg.sandbox != "danger-full-access"),
-		keep("belay is PID 1 here, so its exit would end the service", x.host.pid == 1))
+		keep("belay is PID 1 here, so its exit would end the service", x.own.host.pid == 1))
 	system, notices := systemPrompt(cfg, x.jobs)
 	for _, notice := range notices {
 		x.emit("notice", "message", notice)
@@ -752,24 +736,22 @@ func systemPrompt(cfg *config, t *jobs) (text string, notices []string) {
 // agentsFile reads AGENTS.md. The workspace is not trusted: a link must not
 // lead out of it, and a FIFO must not hold the run.
 func agentsFile(workspace string) (text, notice string) {
+	var f *os.File
 	root, err := os.OpenRoot(workspace)
-	if err != nil {
-		return "", ""
-	}
-	defer root.Close()
-	f, err := root.OpenFile("AGENTS.md", os.O_RDONLY|syscall.O_NONBLOCK, 0)
-	if errors.Is(err, os.ErrNotExist) {
-		return "", ""
+	if err == nil {
+		defer root.Close()
+		f, err = root.OpenFile("AGENTS.md", os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	}
 	defer f.Close() // of nil, as Stat, it is an error
 	var b []byte
 	if fi, err := f.Stat(); err == nil && fi.Mode().IsRegular() {
 		b, _ = io.ReadAll(io.LimitReader(f, agentsMax+1))
 	}
-	if len(b) == 0 {
-		notice = "AGENTS.md cannot be read, is empty or is no regular file of the workspace"
-	} else if len(b) > agentsMax {
+	switch {
+	case len(b) > agentsMax:
 		b, notice = b[:agentsMax], fmt.Sprintf("AGENTS.md is longer than %d bytes: cut there", agentsMax)
+	case len(b) == 0 && !errors.Is(err, os.ErrNotExist):
+		notice = "AGENTS.md cannot be read, is empty or is no regular file of the workspace"
 	}
 	return strings.ToValidUTF8(string(b), "\uFFFD"), notice
 }
@@ -785,18 +767,13 @@ func (x *execution) finish(err error) int {
 			err = &ending{128 + int(i.sig), "interrupted", "interrupted", "ended by " + signalName(i.sig)}
 		}
 	}
-	var stopped []*job
-	if x.jobs != nil {
-		stopped = x.jobs.list((*job).pending)
-		err = fmt.Errorf("%w%s", err, leftOver(x.jobs.endAll(orderEnd, func(*job) bool { return true })))
-	}
-	e := endingOf(err)
+	e := endingOf(fmt.Errorf("%w%s", err, leftOver(x.own.endAll(orderEnd, func(*job) bool { return true }))))
 	last, cancel := context.WithTimeout(context.Background(), lastLines)
 	defer cancel()
-	for _, j := range stopped {
-		x.printer.emit(last, "service_stopped", "task_id", j.id, "pid", j.pid, "reason", e.category)
+	for _, j := range x.own.list((*job).pending) {
+		x.print(last, "service_stopped", "task_id", j.id, "pid", j.pid, "reason", e.category)
 	}
-	x.printer.write(last, x.closing(e, "", nil)) // the exit code tells where it cannot be written
+	x.write(last, x.closing(e, "", nil)) // the exit code tells where it cannot be written
 	return e.code
 }
 
@@ -804,20 +781,16 @@ func (x *execution) finish(err error) int {
 // see that each service lives, record and print the receipts, and only then let
 // the services go. Any error aborts it, and nothing is released.
 func (x *execution) release(ctx context.Context, answer string) (err error) {
-	var services []*job
-	var list []receipt
-	if x.jobs != nil {
-		if left := leftOver(x.jobs.endAll(orderEnd, func(j *job) bool { return !j.pending() })); left != "" {
-			return errors.New("the answer is complete, but processes" + left)
-		}
-		services = x.jobs.list((*job).pending)
-		slices.SortFunc(services, func(a, b *job) int { return strings.Compare(a.id, b.id) })
+	if left := leftOver(x.own.endAll(orderEnd, func(j *job) bool { return !j.pending() })); left != "" {
+		return errors.New("the answer is complete, but processes" + left)
 	}
+	services, list := x.own.list((*job).pending), []receipt(nil)
+	slices.SortFunc(services, func(a, b *job) int { return strings.Compare(a.id, b.id) })
 	if len(services) > 0 {
-		defer time.AfterFunc(releaseBound, func() { x.printer.fail(errors.New("stdout did not take the receipts in time")) }).Stop()
+		defer time.AfterFunc(releaseBound, func() { x.fail(errors.New("stdout did not take the receipts in time")) }).Stop()
 	}
 	for _, j := range services {
-		r, err := x.jobs.confirm(j)
+		r, err := x.own.confirm(j)
 		if err != nil {
 			return failed("service_exited", "%v", err)
 		}
@@ -832,30 +805,26 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 	lines := x.closing(endingOf(nil), answer, list)
 	held := x.cfg.format == "stream-json" && list != nil && len(lines) <= atomicWrite
 	for piece := range slices.Chunk(lines, atomicWrite) {
-		for ctx.Err() == nil && !takesOneWrite(int(x.printer.stdout.Fd()), superviseTick) {
+		for ctx.Err() == nil && !takesOneWrite(int(x.stdout.Fd()), superviseTick) {
 			// poll(2) has no channel, hence a look at ctx now and then
 		}
-		x.host.hold(held) // first, then the look at ctx: a signal between the two is seen
+		x.own.host.hold(held) // first, then the look at ctx: a signal between the two is seen
 		if err = context.Cause(ctx); err == nil {
-			err = x.printer.write(context.Background(), piece)
+			err = x.write(context.Background(), piece)
 		}
 		if err != nil {
 			break
 		}
 	}
-	if x.host.hold(err == nil && list != nil); err != nil {
+	if x.own.host.hold(err == nil && list != nil); err != nil {
 		for i := range list {
 			list[i].Withdrawn = true
 		}
 		recordRelease(x.cfg.home, list) // after an error the pid is not running, which services shows
 		return err
 	}
-	if x.cfg.format == "text" { // whose receipts go to stderr
-		for _, r := range list {
-			x.emit("service_released", r.fields()...)
-		}
-	}
-	for _, j := range services {
+	for i, j := range services {
+		x.show("service_released %s", jsonObject(list[i].fields()...))
 		j.letGo()
 	}
 	return nil
@@ -871,24 +840,20 @@ func (x *execution) closing(e *ending, answer string, list []receipt) (b []byte)
 	meta := []any{"status", e.status, "exit_code", e.code, "stop_reason", cmp.Or(e.category, "end"), "error_category", some(e.category), "error", some(e.message),
 		"session_id", x.id, "model", x.cfg.model, "workspace", x.cfg.workspace, "sandbox", x.cfg.sandbox, "turns", x.turns, "tool_calls", x.toolCalls,
 		"input_tokens", x.total[0], "output_tokens", x.total[1], "cached_tokens", x.total[2], "reasoning_tokens", x.total[3], "duration_ms", time.Since(x.began).Milliseconds()}
-	switch x.cfg.format {
-	case "text":
-		if e.code != 0 {
-			x.printer.say("%s: %s", x.cfg.program, e.message)
-			return nil
-		}
-		return []byte(strings.TrimSuffix(answer, "\n") + "\n")
-	case "json":
-		services := slices.Clip(x.printer.services) // a receipt that cannot be written must not stand in the object that says so
-		for _, r := range list {
-			services = append(services, jsonObject(r.fields()...))
-		}
-		return append(jsonObject(append(meta, "output", answer, "tools", x.printer.tools, "services", services)...), '\n')
-	}
+	services := slices.Clip(x.services) // a receipt that cannot be written must not stand in the object that says so
 	for _, r := range list {
+		services = append(services, jsonObject(r.fields()...))
 		b = append(b, encodeEvent("service_released", r.fields()...)...)
 	}
-	if e.code != 0 {
+	switch {
+	case x.format == "json":
+		return append(jsonObject(append(meta, "output", answer, "tools", x.tools, "services", services)...), '\n')
+	case x.format == "text" && e.code == 0:
+		return []byte(strings.TrimSuffix(answer, "\n") + "\n")
+	case x.format == "text":
+		x.say("%s: %s", x.cfg.program, e.message)
+		return nil
+	case e.code != 0:
 		b = append(b, encodeEvent("error", "error", e.message, "error_category", e.category)...)
 	}
 	b = append(b, encodeEvent("metadata", "meta", json.RawMessage(jsonObject(meta...)))...)
@@ -913,17 +878,12 @@ const examples = "\nExamples:\n" + `  belay exec --auto --timeout 20m "make the 
 `
 
 // helpOn gives what usage and examples say about a command, all for "".
-func helpOn(topic, usage string) (help string) {
-	section := ""
-	for line := range strings.Lines(usage + examples) {
-		if !strings.HasPrefix(line, "  ") {
-			section = line
-		}
-		if topic == "" || section == "Flags of "+topic+":\n" || strings.HasPrefix(line, "  belay ") && in(line, topic) {
-			help += line
-		}
+func helpOn(topic, usage string) string {
+	if topic == "" {
+		return usage + examples
 	}
-	return help
+	about := regexp.MustCompile(`(?m)^  belay (.* )?` + topic + `( .*)?\n|^Flags of ` + topic + `:\n(  .*\n)*`)
+	return strings.Join(about.FindAllString(usage+examples, -1), "")
 }
 
 // caught makes an error of a panic. It is to be deferred.
@@ -936,14 +896,14 @@ func caught(err *error) {
 // toolbox is what serve needs of processes: belay as their ancestor, and tools
 // for one turn at a time, since only the turn with the main slot has any.
 type toolbox struct {
+	*host
 	cfg  *config
-	host *host
 	lack error // why no tools are offered
 }
 
 func newToolbox(cfg *config) (*toolbox, error) {
 	h, err := newHost()
-	b := &toolbox{cfg, h, errors.New("paths.workspace is not set")}
+	b := &toolbox{h, cfg, errors.New("paths.workspace is not set")}
 	if cfg.workspace != "" {
 		_, b.lack = planSandbox(toolOptions(cfg, ""), landlockABI())
 	}
@@ -975,11 +935,9 @@ func (b *toolbox) equip(a *agent, run string, say func(string, ...any)) (done fu
 	}, nil
 }
 
-func (b *toolbox) killAll() { b.host.killAll() }
-
 // reap takes in, as PID 1 of a container, what has died and is nobody's.
 func (b *toolbox) reap() {
-	if b.host.pid == 1 {
-		b.host.orphans()
+	if b.pid == 1 {
+		b.orphans()
 	}
 }

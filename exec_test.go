@@ -89,13 +89,13 @@ func TestBashArguments(t *testing.T) {
 		also     string // and holds it
 	}{
 		{"null is absent", args{"action": nil, "command": "echo hi", "timeout_ms": nil, "background": nil, "persist": nil, "stdin": nil, "cwd": nil, "task_id": nil, "all": nil}, "success", nil, 0.0, "hi\nexit code 0", ""},
-		{"number for text", args{"command": 5}, "error", "invalid_input", nil, "command must be a string", ""},
-		{"text for boolean", args{"command": "true", "background": "yes"}, "error", "invalid_input", nil, "background must be a boolean", ""},
-		{"text for integer", args{"command": "true", "timeout_ms": "5000"}, "error", "invalid_input", nil, "timeout_ms must be an integer", ""},
-		{"fraction", args{"command": "true", "timeout_ms": 1500.5}, "error", "invalid_input", nil, "timeout_ms must be an integer", ""},
-		{"negative", args{"command": "true", "timeout_ms": -1}, "error", "invalid_input", nil, "timeout_ms must be an integer", ""},
-		{"list for text", args{"command": []any{"true"}}, "error", "invalid_input", nil, "command must be a string", ""},
-		{"unknown action", args{"action": "stop"}, "error", "invalid_input", nil, "action must be one of run, wait, cancel", ""},
+		{"number for text", args{"command": 5}, "error", "invalid_input", nil, `command must be {"type":"string"`, ""},
+		{"text for boolean", args{"command": "true", "background": "yes"}, "error", "invalid_input", nil, `background must be {"type":"boolean"`, ""},
+		{"text for integer", args{"command": "true", "timeout_ms": "5000"}, "error", "invalid_input", nil, `timeout_ms must be {"type":"integer"`, ""},
+		{"fraction", args{"command": "true", "timeout_ms": 1500.5}, "error", "invalid_input", nil, `timeout_ms must be {"type":"integer"`, ""},
+		{"negative", args{"command": "true", "timeout_ms": -1}, "error", "invalid_input", nil, `timeout_ms must be {"type":"integer"`, ""},
+		{"list for text", args{"command": []any{"true"}}, "error", "invalid_input", nil, `command must be {"type":"string"`, ""},
+		{"unknown action", args{"action": "stop"}, "error", "invalid_input", nil, `action must be {"type":"string","enum":["run","wait","cancel"]`, ""},
 		{"unknown arguments are named", args{"command": "echo hi", "zeal": 1, "colour": "red"}, "success", nil, 0.0, "hi\nexit code 0", "(unknown arguments ignored: colour, zeal)"},
 		{"clamped from below", args{"command": "echo hi", "timeout_ms": 5}, "success", nil, 0.0, "hi\nexit code 0", "(timeout_ms 5 was taken as 1000: 1000 to 600000 are possible)"},
 		{"clamped from above", args{"command": "echo hi", "timeout_ms": 9999999}, "success", nil, 0.0, "hi\nexit code 0", "(timeout_ms 9999999 was taken as 600000"},
@@ -155,7 +155,7 @@ func TestArgumentsThatAreNoObject(t *testing.T) {
 func TestUnknownToolAndMissingArgument(t *testing.T) {
 	t.Parallel()
 	r := execRun(t, serve(t, calls("Fly", args{"to": "x"}), calls("Read", args{}), calls("Edit", args{"path": "x", "old": "a"}), say("done"))).finish(0)
-	for i, want := range []string{`there is no tool "Fly"; the tools are Bash, Edit, Read, Write`, "path is missing; Read needs path", "new is missing; Edit needs path, old, new"} {
+	for i, want := range []string{`there is no tool "Fly"; the tools are Bash, Edit, Read, Write`, `path is missing; Read needs ["path"]`, `new is missing; Edit needs ["path","old","new"]`} {
 		if e := r.events("tool_result")[i]; e["status"] != "error" || e["output"] != want {
 			t.Errorf("%v, want %s", e, want)
 		}
@@ -286,7 +286,7 @@ func TestRead(t *testing.T) {
 		args{"path": "three", "limit": 1e300}, args{"path": "three", "extra": 1})
 	for i, want := range []string{`^     1\ta\n     2\tb\n     3\tc\n$`, `^     2\tb\n… lines 3 to 3 follow`, `has only 3 lines$`, `^$`, `is a binary file$`, "^     1\ta\uFFFDb\n$",
 		`(?s)^     1\tline\n.*  2000\tline\n… lines 2001 to 3000 follow`, `^     1\té+\n… cut in line 1 of 1`, `no regular file, or lies in /proc: refused$`, `no regular file, or lies in /proc: refused$`,
-		`no regular file, or lies in /proc: refused$`, `no regular file`, `no regular file`, `no such file or directory$`, `has 67108865 bytes, at most 67108864 can be read`, `^limit must be an integer from 1 to 2147483647$`, `unknown arguments ignored: extra`} {
+		`no regular file, or lies in /proc: refused$`, `no regular file`, `no regular file`, `no such file or directory$`, `has 67108865 bytes, at most 67108864 can be read`, `^limit must be {"type":"integer"`, `unknown arguments ignored: extra`} {
 		out := results[i]["output"].(string)
 		refused := !strings.HasPrefix(out, "     ") && out != ""
 		if !regexp.MustCompile(want).MatchString(out) || (results[i]["status"] == "error") != refused || len(out) > readBytes+200 {
