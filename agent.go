@@ -896,7 +896,7 @@ func caught(err *error) {
 // toolbox is what serve needs of processes: belay as their ancestor, and tools
 // for one turn at a time, since only the turn with the main slot has any.
 type toolbox struct {
-	*host
+	host *host
 	cfg  *config
 	lack error // why no tools are offered
 }
@@ -935,9 +935,11 @@ func (b *toolbox) equip(a *agent, run string, say func(string, ...any)) (done fu
 	}, nil
 }
 
+func (b *toolbox) killAll() { b.host.killAll() }
+
 // reap takes in, as PID 1 of a container, what has died and is nobody's.
 func (b *toolbox) reap() {
-	if b.pid == 1 {
-		b.orphans()
+	if b.host.pid == 1 {
+		b.host.orphans()
 	}
 }

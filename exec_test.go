@@ -4,6 +4,7 @@ package main
 
 import (
 	"bytes"
+	"debug/buildinfo"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -13,6 +14,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -954,8 +956,19 @@ func TestHelpAndVersion(t *testing.T) {
 		}
 	}
 	for _, a := range [][]string{{"version"}, {"--version"}} {
-		if r := prepare(t, nil, a...).finish(0); !strings.HasPrefix(r.out.String(), r.program()+" ") || r.err.Len() > 0 {
-			t.Errorf("%v: %q %q", a, r.out.String(), r.err.String())
+		r := prepare(t, nil, a...).finish(0)
+		info, err := buildinfo.ReadFile(r.cmd.Path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want := r.program() + " " + info.Main.Version
+		for _, s := range info.Settings {
+			if s.Key == "vcs.revision" {
+				want += " commit " + s.Value[:12]
+			}
+		}
+		if want += " " + info.GoVersion + " linux/" + runtime.GOARCH + "\n"; r.out.String() != want || r.err.Len() > 0 {
+			t.Errorf("%v: %q %q, want %q", a, r.out.String(), r.err.String(), want)
 		}
 	}
 }

@@ -121,7 +121,9 @@ func command(cfg *config, stdin, stdout, stderr *os.File) (code int, err error) 
 	}
 	switch cfg.command {
 	case "version":
-		fmt.Fprintf(stdout, "%s %s %s %s/%s\n", cfg.program, version(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
+		info, _ := debug.ReadBuildInfo()
+		_, commit, known := strings.Cut(fmt.Sprint(info), "vcs.revision=") // as go version -m prints it
+		fmt.Fprintf(stdout, "%s %s%.20s %s %s/%s\n", cfg.program, version(), keep(" commit "+commit, known), runtime.Version(), runtime.GOOS, runtime.GOARCH)
 	case "config":
 		for _, s := range cfg.values {
 			fmt.Fprintf(stdout, "%-28s %-40s %s\n", s.key, s.value, s.origin)
@@ -157,9 +159,7 @@ func demo(cfg config, transport http.RoundTripper, record io.Writer, stdout, std
 
 // guarded runs exec with signals armed before anything is started.
 func guarded(cfg *config, transport http.RoundTripper, record io.Writer, stdout, stderr *os.File) (code int, err error) {
-	var interrupts []interrupt
-	var caught []os.Signal
-	ctx := context.Background()
+	ctx, interrupts, caught := context.Background(), []interrupt(nil), []os.Signal(nil)
 	for _, sig := range []syscall.Signal{syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM} {
 		if !signal.Ignored(sig) { // nohup: what was ignored at the start stays ignored
 			// Never disarmed: between the receipts and the exit a signal would kill belay, as if the run had failed.
