@@ -38,6 +38,7 @@ const (
 	lastLines, releaseBound = time.Second, 5 * time.Second
 	// Between two looks at stdout's reader; text format: a sign of life while a tool runs.
 	superviseTick, progressTick = 500 * time.Millisecond, 60 * time.Second
+	writeTick                   = 100 * time.Millisecond // between two looks at whether the run is to end, while stdout takes nothing
 	// Bytes of AGENTS.md; characters of a progress line.
 	agentsMax, lineWidth = 32 << 10, 78
 	// Persistent services of a run; replies in a row that were cut at the output limit.
@@ -119,7 +120,6 @@ type printer struct {
 	format         string
 	stdout, stderr *os.File
 	fail           context.CancelCauseFunc
-	writing        chan struct{} // of one place: holds something while a write is under way
 
 	mu      sync.Mutex             // over stderr
 	running atomic.Pointer[string] // the tool call under way
@@ -127,29 +127,28 @@ type printer struct {
 	tools, services []json.RawMessage // owned by the goroutine of the run
 }
 
-// write returns when b is written, or with ctx, so that a reader that stands
-// still never stops the run itself. One goroutine writes at a time; what it has
-// then may still get out, if the reader comes back while belay ends.
-func (p *printer) write(ctx context.Context, b []byte) (err error) {
-	written := make(chan error, 1)
-	select {
-	case p.writing <- struct{}{}:
-		// owner: write; ends when stdout has taken b; joined by written, but for a reader that stands still
-		go func() { _, err := p.stdout.Write(b); <-p.writing; written <- err }()
-	case <-ctx.Done():
+// write gives b to stdout in pieces that it takes at once, so that a reader that
+// stands still never stops the run: what is not out when ctx ends never gets out.
+// ready is called before the last look at ctx, when a piece is sure to be taken.
+func (p *printer) write(ctx context.Context, b []byte, ready func()) error {
+	for piece := range slices.Chunk(b, atomicWrite) {
+		for ctx.Err() == nil && !takesOneWrite(int(p.stdout.Fd()), writeTick) && !readerLeft(int(p.stdout.Fd())) {
+			// poll(2) has no channel, hence a look at ctx now and then
+		}
+		ready()
+		err := context.Cause(ctx)
+		if err == nil {
+			_, err = p.stdout.Write(piece)
+		}
+		if errors.Is(err, syscall.EPIPE) {
+			err = errReaderLeft
+		}
+		if err != nil {
+			p.fail(err)
+			return err
+		}
 	}
-	select {
-	case err = <-written:
-	case <-ctx.Done():
-		err = context.Cause(ctx)
-	}
-	if errors.Is(err, syscall.EPIPE) {
-		err = errReaderLeft
-	}
-	if err != nil {
-		p.fail(err)
-	}
-	return err
+	return nil
 }
 
 // say prints for people, and so that neither a terminal nor a CI runner obeys
@@ -184,13 +183,12 @@ func (p *printer) print(ctx context.Context, kind string, pairs ...any) {
 	get := func(key string) string { return word(parse(whole).get(key)) }
 	switch {
 	case p.format == "stream-json":
-		p.write(ctx, encodeEvent(kind, pairs...)) // an error has ended the run
+		p.write(ctx, encodeEvent(kind, pairs...), func() {}) // an error has ended the run
 	case kind == "tool_use":
-		p.running.Store(new(get("name") + " " + get("input")))
+		p.running.Store(new(oneLine(get("name") + " " + get("input"))))
 	case kind == "tool_result":
 		p.tools = append(p.tools, whole)
-		line := oneLine(fmt.Sprintf("%s in %s ms: %s", get("status"), get("duration_ms"), *p.running.Swap(nil)))
-		p.show("%s%s", line, keep("\n"+oneLine(get("output")), get("status") == "error"))
+		p.show("%s in %s ms: %s%s", get("status"), get("duration_ms"), *p.running.Swap(nil), keep("\n"+oneLine(get("output")), get("status") == "error"))
 	case kind == "service_released", kind == "service_stopped":
 		p.services = append(p.services, whole)
 		p.show("%s %s", kind, whole)
@@ -201,9 +199,7 @@ func (p *printer) print(ctx context.Context, kind string, pairs ...any) {
 
 // oneLine cuts on characters: fmt counts a precision in runes.
 func oneLine(s string) string {
-	s = strings.ReplaceAll(s, "\n", " ")
-	short := fmt.Sprintf("%.*s", lineWidth, s)
-	return short + keep("…", short != s)
+	return fmt.Sprintf("%.*s", lineWidth, strings.ReplaceAll(s, "\n", " "))
 }
 
 // The tools, in full JSON Schema. It is what the model is told and what its
@@ -638,7 +634,7 @@ func runExec(ctx context.Context, cfg *config, h *host, interrupts []interrupt, 
 	defer stop()
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
-	p := &printer{format: cfg.format, stdout: stdout, stderr: stderr, fail: fail, writing: make(chan struct{}, 1)}
+	p := &printer{format: cfg.format, stdout: stdout, stderr: stderr, fail: fail}
 	x := &execution{printer: p, own: &jobs{host: h}, interrupts: interrupts, id: randomHex() + randomHex(), began: time.Now()}
 	var offered *jobs
 	var trace func(string)
@@ -686,7 +682,7 @@ func (x *execution) supervise(ctx context.Context) {
 			call, since = running, time.Now()
 		} else if call != nil && time.Since(since) >= progressTick {
 			since = time.Now()
-			x.show("%s", oneLine("still running "+*call))
+			x.show("still running %s", *call)
 		}
 	}
 }
@@ -773,7 +769,7 @@ func (x *execution) finish(err error) int {
 	for _, j := range x.own.list((*job).pending) {
 		x.print(last, "service_stopped", "task_id", j.id, "pid", j.pid, "reason", e.category)
 	}
-	x.write(last, x.closing(e, "", nil)) // the exit code tells where it cannot be written
+	x.write(last, x.closing(e, "", nil), func() {}) // the exit code tells where it cannot be written
 	return e.code
 }
 
@@ -799,23 +795,11 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 	if err := recordRelease(x.cfg.home, list); err != nil {
 		x.emit("notice", "message", fmt.Sprintf("the release is not recorded in %s: %v", x.cfg.home, err))
 	}
-	// In pieces that stdout takes at once: what is not out when the run is ended never gets out, so that no reader finds
-	// a completed result of a run whose services were ended. In stream-json it is one write(2), whole or not at all,
-	// and from the moment that it is sure to happen signals are held; else signals count until the last byte.
+	// In stream-json it is one write(2), whole or not at all, and from the moment that it is sure to happen signals are
+	// held: no reader finds a completed result of a run whose services were ended. Else signals count until the last byte.
 	lines := x.closing(endingOf(nil), answer, list)
-	held := x.cfg.format == "stream-json" && list != nil && len(lines) <= atomicWrite
-	for piece := range slices.Chunk(lines, atomicWrite) {
-		for ctx.Err() == nil && !takesOneWrite(int(x.stdout.Fd()), superviseTick) {
-			// poll(2) has no channel, hence a look at ctx now and then
-		}
-		x.own.host.hold(held) // first, then the look at ctx: a signal between the two is seen
-		if err = context.Cause(ctx); err == nil {
-			err = x.write(context.Background(), piece)
-		}
-		if err != nil {
-			break
-		}
-	}
+	held := x.format == "stream-json" && list != nil && len(lines) <= atomicWrite
+	err = x.write(ctx, lines, func() { x.own.host.hold(held) })
 	if x.own.host.hold(err == nil && list != nil); err != nil {
 		for i := range list {
 			list[i].Withdrawn = true
