@@ -124,7 +124,7 @@ type printer struct {
 	mu      sync.Mutex             // over stderr
 	running atomic.Pointer[string] // the tool call under way
 
-	tools, services []json.RawMessage // owned by the goroutine of the run
+	tools []json.RawMessage // results so far, owned by the goroutine of the run
 }
 
 // write gives b to stdout in pieces that it takes at once, so that a reader that
@@ -189,9 +189,6 @@ func (p *printer) print(ctx context.Context, kind string, pairs ...any) {
 	case kind == "tool_result":
 		p.tools = append(p.tools, whole)
 		p.show("%s in %s ms: %s%s", get("status"), get("duration_ms"), *p.running.Swap(nil), keep("\n"+oneLine(get("output")), get("status") == "error"))
-	case kind == "service_released", kind == "service_stopped":
-		p.services = append(p.services, whole)
-		p.show("%s %s", kind, whole)
 	case kind == "retry", kind == "notice":
 		p.show("%s: %s", kind, get("message")+get("error"))
 	}
@@ -637,16 +634,16 @@ func runExec(ctx context.Context, cfg *config, h *host, interrupts []interrupt, 
 	p := &printer{format: cfg.format, stdout: stdout, stderr: stderr, fail: fail}
 	x := &execution{printer: p, own: &jobs{host: h}, interrupts: interrupts, id: randomHex() + randomHex(), began: time.Now()}
 	var offered *jobs
-	var trace func(string)
 	if cfg.auto {
-		var err error
-		if offered, err = newJobs(h, toolOptions(cfg, x.id)); err != nil {
+		t, err := newJobs(h, toolOptions(cfg, x.id))
+		if err != nil {
 			p.say("%s: %v", cfg.program, err)
 			return 1
 		}
-		x.own = offered
-		defer offered.close()
+		defer t.close()
+		x.own, offered = t, t
 	}
+	var trace func(string)
 	if cfg.verbose {
 		trace = func(s string) { p.say("%s: %s", cfg.program, s) }
 	}
@@ -764,12 +761,14 @@ func (x *execution) finish(err error) int {
 		}
 	}
 	e := endingOf(fmt.Errorf("%w%s", err, leftOver(x.own.endAll(orderEnd, func(*job) bool { return true }))))
+	var stopped [][]any
+	for _, j := range x.own.list((*job).pending) {
+		stopped = append(stopped, []any{"service_stopped", "task_id", j.id, "pid", j.pid, "reason", e.category})
+		x.show("service_stopped %s (pid %d)", j.id, j.pid)
+	}
 	last, cancel := context.WithTimeout(context.Background(), lastLines)
 	defer cancel()
-	for _, j := range x.own.list((*job).pending) {
-		x.print(last, "service_stopped", "task_id", j.id, "pid", j.pid, "reason", e.category)
-	}
-	x.write(last, x.closing(e, "", nil), func() {}) // the exit code tells where it cannot be written
+	x.write(last, x.closing(e, "", stopped), func() {}) // the exit code tells where it cannot be written
 	return e.code
 }
 
@@ -780,7 +779,7 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 	if left := leftOver(x.own.endAll(orderEnd, func(j *job) bool { return !j.pending() })); left != "" {
 		return errors.New("the answer is complete, but processes" + left)
 	}
-	services, list := x.own.list((*job).pending), []receipt(nil)
+	services, list, released := x.own.list((*job).pending), []receipt(nil), [][]any(nil)
 	slices.SortFunc(services, func(a, b *job) int { return strings.Compare(a.id, b.id) })
 	if len(services) > 0 {
 		defer time.AfterFunc(releaseBound, func() { x.fail(errors.New("stdout did not take the receipts in time")) }).Stop()
@@ -791,13 +790,14 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 			return failed("service_exited", "%v", err)
 		}
 		list = append(list, r)
+		released = append(released, []any{"service_released", "task_id", r.TaskID, "pid", r.PID, "process_group_id", r.PGID, "ownership", "external", "log", r.Log})
 	}
 	if err := recordRelease(x.cfg.home, list); err != nil {
 		x.emit("notice", "message", fmt.Sprintf("the release is not recorded in %s: %v", x.cfg.home, err))
 	}
 	// In stream-json it is one write(2), whole or not at all, and from the moment that it is sure to happen signals are
 	// held: no reader finds a completed result of a run whose services were ended. Else signals count until the last byte.
-	lines := x.closing(endingOf(nil), answer, list)
+	lines := x.closing(endingOf(nil), answer, released)
 	held := x.format == "stream-json" && list != nil && len(lines) <= atomicWrite
 	err = x.write(ctx, lines, func() { x.own.host.hold(held) })
 	if x.own.host.hold(err == nil && list != nil); err != nil {
@@ -808,30 +808,26 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 		return err
 	}
 	for i, j := range services {
-		x.show("service_released %s", jsonObject(list[i].fields()...))
+		x.show("service_released %s", jsonObject(released[i][1:]...))
 		j.letGo()
 	}
 	return nil
 }
 
-func (r receipt) fields() []any {
-	return []any{"task_id", r.TaskID, "pid", r.PID, "process_group_id", r.PGID, "ownership", "external", "log", r.Log}
-}
-
 // closing gives the last lines of a run in its format. The answer of the text
 // format stands alone on stdout; an error is said on stderr.
-func (x *execution) closing(e *ending, answer string, list []receipt) (b []byte) {
+func (x *execution) closing(e *ending, answer string, services [][]any) (b []byte) {
 	meta := []any{"status", e.status, "exit_code", e.code, "stop_reason", cmp.Or(e.category, "end"), "error_category", some(e.category), "error", some(e.message),
 		"session_id", x.id, "model", x.cfg.model, "workspace", x.cfg.workspace, "sandbox", x.cfg.sandbox, "turns", x.turns, "tool_calls", x.toolCalls,
 		"input_tokens", x.total[0], "output_tokens", x.total[1], "cached_tokens", x.total[2], "reasoning_tokens", x.total[3], "duration_ms", time.Since(x.began).Milliseconds()}
-	services := slices.Clip(x.services) // a receipt that cannot be written must not stand in the object that says so
-	for _, r := range list {
-		services = append(services, jsonObject(r.fields()...))
-		b = append(b, encodeEvent("service_released", r.fields()...)...)
+	var list []json.RawMessage
+	for _, s := range services {
+		list = append(list, jsonObject(s[1:]...))
+		b = append(b, encodeEvent(s[0].(string), s[1:]...)...)
 	}
 	switch {
 	case x.format == "json":
-		return append(jsonObject(append(meta, "output", answer, "tools", x.tools, "services", services)...), '\n')
+		return append(jsonObject(append(meta, "output", answer, "tools", x.tools, "services", list)...), '\n')
 	case x.format == "text" && e.code == 0:
 		return []byte(strings.TrimSuffix(answer, "\n") + "\n")
 	case x.format == "text":
