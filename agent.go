@@ -516,23 +516,19 @@ func (a *agent) start(ctx context.Context, args *arguments, timeout time.Duratio
 	if broken != "" {
 		return r, refusedCall{errors.New(broken)}
 	}
-	var log *os.File
+	var log *os.File // never nil for a service: without the null device nothing can be started
 	if args.Persist {
 		if log, err = a.jobs.serviceLog(); err != nil {
 			a.emit("notice", "message", fmt.Sprintf("the service's output goes to %s and no record is kept: %v", os.DevNull, err))
-		}
-		if log == nil { // not even the null device
-			return r, err
 		}
 	}
 	j, err := a.jobs.start(args.Command, args.Path, args.Stdin, log)
 	switch {
 	case err != nil:
 		return r, err
-	case args.Persist:
-		r.text = fmt.Sprintf("started as %s (pid %d), log %s. It is pending: it is released when this run completes and ended if the run fails. Probe that it is ready before you answer.", j.id, j.pid, j.log)
 	case args.Background:
-		r.text = fmt.Sprintf("started in the background as %s; it ends with this run", j.id)
+		pending := keep(" unless that completes, which releases it; its log is "+j.log+"; probe that it is ready before you answer", args.Persist)
+		r.text = fmt.Sprintf("started in the background as %s (pid %d); it ends with this run%s", j.id, j.pid, pending)
 	default:
 		late := ""
 		if !j.wait(ctx, timeout) {

@@ -210,7 +210,7 @@ func TestBackgroundWaitAndCancel(t *testing.T) {
 		}), say("done"))
 	r = execRun(t, p)
 	r.finish(0)
-	for i, want := range []string{`^started in the background as shell_[0-9a-f]{8}; it ends with this run$`, `^one\nstill running after [0-9.]+m?s$`, `^two\nexit code 0$`, `^\(no output\)\nexit code 0$`,
+	for i, want := range []string{`^started in the background as shell_[0-9a-f]{8} \(pid [0-9]+\); it ends with this run$`, `^one\nstill running after [0-9.]+m?s$`, `^two\nexit code 0$`, `^\(no output\)\nexit code 0$`,
 		`^started`, `^1 tasks ended$`, `^\(no output\)\ncancelled$`} {
 		if out := r.events("tool_result")[i]["output"].(string); !regexp.MustCompile(want).MatchString(out) {
 			t.Errorf("result %d: %q, want %s", i, out, want)
