@@ -124,31 +124,33 @@ type printer struct {
 	mu      sync.Mutex             // over stderr
 	running atomic.Pointer[string] // the tool call under way
 
-	tools []json.RawMessage // results so far, owned by the goroutine of the run
+	// owned by the goroutine of the run: results so far; what stdout has not taken
+	tools []json.RawMessage
+	left  []byte
 }
 
-// write gives b to stdout in pieces that it takes at once, so that a reader that
-// stands still never stops the run: what is not out when ctx ends never gets out.
-// ready is called before the last look at ctx, when a piece is sure to be taken.
-func (p *printer) write(ctx context.Context, b []byte, ready func()) error {
-	for piece := range slices.Chunk(b, atomicWrite) {
-		for ctx.Err() == nil && !takesOneWrite(int(p.stdout.Fd()), writeTick) && !readerLeft(int(p.stdout.Fd())) {
-			// poll(2) has no channel, hence a look at ctx now and then
+// write gives lines to stdout in pieces that it takes at once, so that a reader
+// that stands still never stops the run. What is not out when ctx ends goes out
+// before the next lines, or never. sure is asked when a piece is sure to be taken.
+func (p *printer) write(ctx context.Context, lines []byte, sure func() error) (err error) {
+	fd := int(p.stdout.Fd())
+	for p.left = append(p.left, lines...); len(p.left) > 0 && err == nil; {
+		for err == nil && !takesOneWrite(fd, writeTick) && !readerLeft(fd) {
+			err = context.Cause(ctx) // poll(2) has no channel, hence a look at ctx now and then
 		}
-		ready()
-		err := context.Cause(ctx)
-		if err == nil {
-			_, err = p.stdout.Write(piece)
-		}
-		if errors.Is(err, syscall.EPIPE) {
-			err = errReaderLeft
-		}
-		if err != nil {
-			p.fail(err)
-			return err
+		if err = cmp.Or(err, sure()); err == nil {
+			var n int
+			n, err = p.stdout.Write(p.left[:min(len(p.left), atomicWrite)])
+			p.left = p.left[n:]
 		}
 	}
-	return nil
+	if errors.Is(err, syscall.EPIPE) {
+		err = errReaderLeft
+	}
+	if err != nil {
+		p.fail(err)
+	}
+	return err
 }
 
 // say prints for people, and so that neither a terminal nor a CI runner obeys
@@ -183,7 +185,7 @@ func (p *printer) print(ctx context.Context, kind string, pairs ...any) {
 	get := func(key string) string { return word(parse(whole).get(key)) }
 	switch {
 	case p.format == "stream-json":
-		p.write(ctx, encodeEvent(kind, pairs...), func() {}) // an error has ended the run
+		p.write(ctx, encodeEvent(kind, pairs...), func() error { return nil }) // an error has ended the run
 	case kind == "tool_use":
 		p.running.Store(new(oneLine(get("name") + " " + get("input"))))
 	case kind == "tool_result":
@@ -764,7 +766,7 @@ func (x *execution) finish(err error) int {
 	}
 	last, cancel := context.WithTimeout(context.Background(), lastLines)
 	defer cancel()
-	x.write(last, x.closing(e, "", stopped), func() {}) // the exit code tells where it cannot be written
+	x.write(last, x.closing(e, "", stopped), func() error { return nil }) // the exit code tells where it cannot be written
 	return e.code
 }
 
@@ -795,8 +797,9 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 	// held: no reader finds a completed result of a run whose services were ended. Else signals count until the last byte.
 	lines := x.closing(endingOf(nil), answer, released)
 	held := x.format == "stream-json" && list != nil && len(lines) <= atomicWrite
-	err = x.write(ctx, lines, func() { x.own.host.hold(held) })
+	err = x.write(ctx, lines, func() error { x.own.host.hold(held); return context.Cause(ctx) }) // in this order: a signal between the two is seen
 	if x.own.host.hold(err == nil && list != nil); err != nil {
+		x.left = nil
 		for i := range list {
 			list[i].Withdrawn = true
 		}

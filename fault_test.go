@@ -117,6 +117,33 @@ func TestStalledReaderThenTerm(t *testing.T) {
 	noneLeft(t, tag)
 }
 
+// A reader that stands still in the middle of a long line and comes back while
+// belay ends gets the rest of it, and then the last lines.
+func TestReaderThatComesBackGetsWholeLines(t *testing.T) {
+	t.Parallel()
+	long := strings.Repeat("x", 60_000)
+	p := serve(t, delta(map[string]any{"content": long}, nil)+delta(map[string]any{"content": long}, nil)+bash("echo never"), hang)
+	r := execRun(t, p)
+	read := r.piped()
+	until(t, "the pipe is full", deadline, func() bool { return !takesOneWrite(int(read.Fd()), 0) && queued(read) >= 60_000 })
+	r.cmd.Process.Signal(syscall.SIGTERM)
+	out, err := io.ReadAll(read)
+	if code := r.wait(); code != 143 || err != nil {
+		t.Errorf("exit code %d, %v", code, err)
+	}
+	last := ""
+	for line := range strings.Lines(string(out)) {
+		var e struct{ Type string }
+		if json.Unmarshal([]byte(line), &e) != nil {
+			t.Errorf("a line of %d bytes is no JSON: %.100s … %s", len(line), line, line[max(0, len(line)-100):])
+		}
+		last = e.Type
+	}
+	if last != "done" {
+		t.Errorf("the last line is %q", last)
+	}
+}
+
 // queued is how many bytes wait in a pipe.
 func queued(f *os.File) int {
 	n, _ := unix.IoctlGetInt(int(f.Fd()), unix.TIOCINQ)
