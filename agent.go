@@ -95,7 +95,7 @@ func jsonObject(pairs ...any) []byte {
 	b := []byte{'{'}
 	for pair := range slices.Chunk(pairs, 2) {
 		if v := jsonOf(pair[1]); string(v) != "null" {
-			b = append(append(append(append(b, jsonOf(pair[0])...), ':'), v...), ',')
+			b = fmt.Appendf(b, "%s:%s,", jsonOf(pair[0]), v)
 		}
 	}
 	return append(bytes.TrimSuffix(b, []byte{','}), '}')
@@ -344,11 +344,11 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 		switch lengths++; {
 		case err != nil:
 			return "", err
-		case !in("length stop tool_calls", r.finish):
+		case in("stop tool_calls", r.finish):
+			lengths = 0
+		case r.finish != "length":
 			category := cmp.Or(keep(r.finish, r.finish == "content_filter"), "malformed")
 			return "", failed(category, "the provider ended the answer with %q, so it may be incomplete", r.finish)
-		case r.finish != "length":
-			lengths = 0
 		case lengths == maxLengths:
 			return "", failed("length", "%d replies in a row were cut at the output limit; raise infer.max_tokens", lengths)
 		}
