@@ -258,7 +258,7 @@ func (a *arguments) check(c call) (unknown []string, err error) {
 	case given == nil:
 		return nil, refusedCall{errors.New("the arguments are no JSON object, so nothing was run; send them again as one object")}
 	}
-	forms := map[string]string{"string": `^"`, "boolean": `^(true|false)$`, "integer": `^[1-9][0-9]{0,8}$`}
+	forms := map[string]string{"string": `^"`, "boolean": `^(true|false)$`, "integer": `^[1-9][0-9]{0,17}$`}
 	for _, name := range slices.Sorted(maps.Keys(given)) {
 		value, property := jsonOf(given[name]), parse(parameters.get("properties")).get(name)
 		form, enum := regexp.MustCompile(forms[str(parse(property).get("type"))]), parse(property).get("enum")

@@ -101,6 +101,7 @@ func TestBashArguments(t *testing.T) {
 		{"unknown arguments are named", args{"command": "echo hi", "zeal": 1, "colour": "red"}, "success", nil, 0.0, "hi\nexit code 0", "(unknown arguments ignored: colour, zeal)"},
 		{"clamped from below", args{"command": "echo hi", "timeout_ms": 5}, "success", nil, 0.0, "hi\nexit code 0", "(timeout_ms 5 was taken as 1000: 1000 to 600000 are possible)"},
 		{"clamped from above", args{"command": "echo hi", "timeout_ms": 9999999}, "success", nil, 0.0, "hi\nexit code 0", "(timeout_ms 9999999 was taken as 600000"},
+		{"clamped from far above", args{"command": "echo hi", "timeout_ms": 1e12}, "success", nil, 0.0, "hi\nexit code 0", "(timeout_ms 1000000000000 was taken as 600000"},
 		{"a float without fraction", args{"command": "echo hi", "timeout_ms": 5000.0}, "success", nil, 0.0, "hi\nexit code 0", ""},
 		{"no command", args{}, "error", "invalid_input", nil, "run needs a command", ""},
 		{"blank command", args{"command": " \n"}, "error", "invalid_input", nil, "run needs a command", ""},
