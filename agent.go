@@ -261,11 +261,11 @@ func (a *arguments) check(c call) (unknown []string, err error) {
 	forms := map[string]string{"string": `^"`, "boolean": `^(true|false)$`, "integer": `^[1-9][0-9]{0,17}$`}
 	for _, name := range slices.Sorted(maps.Keys(given)) {
 		value, property := jsonOf(given[name]), parse(parameters.get("properties")).get(name)
-		form, enum := regexp.MustCompile(forms[str(parse(property).get("type"))]), parse(property).get("enum")
+		form := regexp.MustCompile(forms[str(parse(property).get("type"))])
 		if property == nil {
 			unknown = append(unknown, name)
 			delete(given, name)
-		} else if given[name] != nil && (!form.Match(value) || enum != nil && !bytes.Contains(enum, value)) {
+		} else if given[name] != nil && !form.Match(value) {
 			return nil, refusedCall{fmt.Errorf("%s must be %s, not %.50s", name, property, value)}
 		}
 	}
@@ -487,6 +487,8 @@ func (a *agent) bash(ctx context.Context, args *arguments) (r toolResult, err er
 	timeout := time.Duration(ms) * time.Millisecond
 	tasks := a.jobs.list(func(j *job) bool { return j.id == args.TaskID || args.All && !j.over.Load() })
 	switch {
+	case !in("run wait cancel", action):
+		err = refusedCall{fmt.Errorf("action must be one of run, wait, cancel, not %q", action)}
 	case action == "run":
 		r, err = a.start(ctx, args, timeout)
 	case len(tasks) == 0 && (action == "wait" || !args.All):
@@ -670,9 +672,7 @@ func (x *execution) supervise(ctx context.Context) {
 		if readerLeft(int(x.stdout.Fd())) {
 			x.fail(errReaderLeft)
 		}
-		if x.own.host.pid == 1 {
-			x.own.host.orphans()
-		}
+		reap(x.own.host)
 		if running := x.running.Load(); running != call {
 			call, since = running, time.Now()
 		} else if call != nil && time.Since(since) >= progressTick {
@@ -916,9 +916,11 @@ func (b *toolbox) equip(a *agent, run string, say func(string, ...any)) (done fu
 
 func (b *toolbox) killAll() { b.host.killAll() }
 
+func (b *toolbox) reap() { reap(b.host) }
+
 // reap takes in, as PID 1 of a container, what has died and is nobody's.
-func (b *toolbox) reap() {
-	if b.host.pid == 1 {
-		b.host.orphans()
+func reap(h *host) {
+	if h.pid == 1 {
+		h.orphans()
 	}
 }
