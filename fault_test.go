@@ -3,6 +3,7 @@
 package main
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -369,7 +370,17 @@ func (r *belayRun) clear(t *testing.T, tag string) {
 	if pid, _ := strconv.Atoi(strings.TrimSpace(string(b))); pid > 1 && slices.Contains(inDir(r.workspace), pid) {
 		syscall.Kill(-pid, syscall.SIGKILL)
 	}
-	until(t, "no process of the run is left", leftWait, func() bool { return len(inDir(r.workspace)) == 0 && len(tagged(tag)) == 0 })
+	until(t, "no process of the run is left", leftWait, func() bool { return len(inDir(r.workspace)) == 0 && len(tagged(tag)) == 0 && !r.keepers() })
+}
+
+// keepers says whether any keeper of the run lives: one that was started just
+// before belay was killed may still be about to start its command, and to end it.
+func (r *belayRun) keepers() bool {
+	return slices.ContainsFunc(processes(), func(p proc) bool {
+		name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", p.pid))
+		env, _ := os.ReadFile(fmt.Sprintf("/proc/%d/environ", p.pid))
+		return bytes.HasPrefix(name, []byte(keeperName)) && bytes.Contains(env, []byte("HOME="+r.home+"\x00"))
+	})
 }
 
 // SIGKILL of belay at a random moment: nothing left without a receipt, nothing
