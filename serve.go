@@ -563,6 +563,9 @@ func (p *peer) serve() {
 		} else if err == nil {
 			e.ID, answer = d.handle(p, e)
 		}
+		if read, later := answer.(func() any); later {
+			answer = read()
+		}
 		if over = err != nil; answer != nil {
 			_ = p.send(e.ID, true, finalWait, answer)
 		}
@@ -646,8 +649,8 @@ func (p *peer) follow(t *turn, id, next int64) {
 	}
 }
 
-// handle gives the answer to a request and the id that it goes out under: nil if
-// it comes later.
+// handle gives the answer to a request, or what makes it without the lock, and the
+// id that it goes out under: nil if it comes later.
 func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 	var r wireRequest
 	err := json.Unmarshal(e.Msg, &r)
@@ -689,14 +692,12 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 		d.startLocked(t, p, r)
 		fallthrough
 	case "attach":
+		if i < 0 && r.Type == "attach" {
+			return e.ID, func() any { return d.lastTurn(r.Session) }
+		}
 		p.open[e.ID] = t
 		// owner: peer; ends when the turn or the connection does; joined by following
-		p.following.Go(func() {
-			if i < 0 && r.Type == "attach" {
-				t.final = d.lastTurn(r.Session) // nobody else knows of it
-			}
-			p.follow(t, e.ID, max(r.From, 1))
-		})
+		p.following.Go(func() { p.follow(t, e.ID, max(r.From, 1)) })
 	case "cancel":
 		if answer = (&wireReply{Type: "ok"}); i >= 0 {
 			t.cancel(errCancelled)
@@ -755,17 +756,26 @@ func (d *daemon) startLocked(t *turn, p *peer, r wireRequest) {
 	d.turning.Go(func() { d.runTurn(ctx, t, r) })
 }
 
-// lastTurn answers attach where nothing runs: how the last turn ended.
+// lastTurn answers attach where nothing runs: how the last turn ended. It takes no
+// lock of the session, since others may ask at the same time, and changes nothing.
 func (d *daemon) lastTurn(session string) any {
-	j, err := openSession(d.store, session, true, "", "")
-	if err != nil {
-		return storeError(err)
+	data, err := d.store.ReadFile(filepath.Join(session, journalName))
+	j := &journal{id: session}
+	for line := range bytes.Lines(data[:bytes.LastIndexByte(data, '\n')+1]) {
+		if err == nil && !j.replay(line) {
+			err = errDamaged
+		}
 	}
-	defer j.close()
+	if err == nil && j.running { // since just now, or by another process
+		err = errHeld
+	}
+	if err != nil {
+		return storeError(fmt.Errorf("session %s: %w", session, err))
+	}
 	if !in("end max_turns cancelled interrupted", j.stop) {
 		return newWireError(errorCode(cmp.Or(j.stop, string(codeNoSuchSession))), "the last turn of the session failed, or it has none")
 	}
-	text := str(parse(j.messages[len(j.messages)-1]).get("content")) // null: there was none
+	text := str(parse(append([]json.RawMessage{nil}, j.messages...)[len(j.messages)]).get("content")) // null: there was none
 	return &wireReply{Type: "result", Session: session, Turn: j.turn, Stop: j.stop, Text: text}
 }
 

@@ -919,6 +919,56 @@ func TestAServerThatFailsATurn(t *testing.T) {
 	w.send(5, wireRequest{Type: "attach", Session: "s"}).want(5, "resultend")
 }
 
+// Attaching where nothing runs is reading: neither others who do nor a turn notice.
+func TestAttachToAnIdleSession(t *testing.T) {
+	f := newFakeLlama(t)
+	f.turn = func(n int, _ map[string]any) any { return say(strings.Repeat("y", max(1, (1-n)*(3<<20)))) }
+	d := loopd(t, f.home("")).serving()
+	w := d.dial()
+	w.send(1, aTurn("s", "x", false)).want(1, "resultend")
+	attach := func(kinds ...string) (stop func()) {
+		var all sync.WaitGroup
+		done := make(chan struct{})
+		for range 6 {
+			c := d.dial()
+			all.Go(func() {
+				for id := int64(1); ; id++ {
+					select {
+					case <-done:
+						return
+					default:
+					}
+					if m, _ := c.send(id, wireRequest{Type: "attach", Session: "s"}).final(id); !slices.Contains(kinds, m.kind()) {
+						t.Errorf("%s %s", m.kind(), m.Message)
+						return
+					}
+				}
+			})
+		}
+		return func() { close(done); all.Wait() }
+	}
+	stop := attach("resultend")
+	time.Sleep(time.Second)
+	stop()
+	stop = attach("resultend", "errorsession_busy") // it may have begun since the daemon looked
+	for id := int64(2); id < 12; id++ {
+		w.send(id, aTurn("s", "x", true)).want(id, "resultend")
+	}
+	stop()
+	// Another process that has the session open is none that runs a turn.
+	held, err := os.Open(filepath.Join(d.home, "sessions", "s", journalName))
+	needNil(t, errors.Join(err, flockFile(held)))
+	w.send(20, aTurn("s", "x", true)).want(20, "errorsession_busy")
+	w.send(21, wireRequest{Type: "attach", Session: "s"}).want(21, "resultend")
+	held.Close()
+	// A journal that somebody made.
+	needNil(t, os.Mkdir(filepath.Join(d.home, "sessions", "made"), 0o700))
+	needNil(t, os.WriteFile(filepath.Join(d.home, "sessions", "made", journalName), []byte(`{"n":0,"type":"session","time":"2026-01-02T03:04:05Z","format":1,"session":"made"}
+{"n":1,"type":"turn_end","time":"2026-01-02T03:04:05Z","stop":"end"}
+`), 0o600))
+	w.send(22, wireRequest{Type: "attach", Session: "made"}).want(22, "resultend")
+}
+
 func TestHostileClientsLeaveARunningTurnUntouched(t *testing.T) {
 	f := newFakeLlama(t)
 	release := f.held("fine")
