@@ -11,7 +11,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -335,6 +334,7 @@ type peer struct {
 
 	// guarded by daemon.mu
 	open map[int64]*turn // requests that follow a turn, by id
+	owed int             // final frames that wait for the client
 	gone bool
 }
 
@@ -520,7 +520,7 @@ func (d *daemon) farewell() {
 		d.conns.Go(func() {
 			defer p.Close()
 			p.following.Wait()
-			_ = p.send(0, true, flushWait, &wireReply{Type: "bye", Reason: "shutdown"})
+			p.answer(0, &wireReply{Type: "bye", Reason: "shutdown"})
 		})
 	}
 	d.peers = nil // for a connection that was accepted just now
@@ -551,7 +551,7 @@ func (p *peer) serve() {
 	d := p.d
 	defer p.Close()
 	if why := d.admit(p); why != nil {
-		_ = p.send(0, true, finalWait, why)
+		p.answer(0, why)
 		return
 	}
 	for over := false; !over; {
@@ -567,7 +567,7 @@ func (p *peer) serve() {
 			answer = read()
 		}
 		if over = err != nil; answer != nil {
-			_ = p.send(e.ID, true, finalWait, answer)
+			p.answer(e.ID, answer)
 		}
 	}
 	d.mu.Lock()
@@ -582,10 +582,27 @@ func (p *peer) serve() {
 	d.moved.Broadcast()
 }
 
-// send writes a frame and closes the connection if it cannot. within, if not 0,
-// is the time for the client to take it and what is being written now. A final
-// frame that is too large becomes the error that says so; another one is not sent.
-func (p *peer) send(id int64, final bool, within time.Duration, msg any) error {
+// oweLocked counts n more final frames that wait for the client. While there are
+// some it has finalWait to take the next one.
+func (p *peer) oweLocked(n int) {
+	if p.owed += n; p.owed == 0 {
+		_ = p.SetWriteDeadline(time.Time{})
+	} else if n < 0 || p.owed == n {
+		_ = p.SetWriteDeadline(time.Now().Add(finalWait)) // also of an event that is being written
+	}
+}
+
+// answer sends the final frame of what follows no turn.
+func (p *peer) answer(id int64, msg any) {
+	p.d.mu.Lock()
+	p.oweLocked(1)
+	p.d.mu.Unlock()
+	_ = p.send(id, true, msg)
+}
+
+// send writes a frame and closes the connection if it cannot. A final frame, which
+// is owed, that is too large becomes the error that says so; another one is not sent.
+func (p *peer) send(id int64, final bool, msg any) error {
 	frame, err := encodeFrame(p.d.cfg.maxFrame, id, final, msg)
 	if err != nil && final {
 		frame, err = encodeFrame(p.d.cfg.maxFrame, id, final, err)
@@ -593,19 +610,17 @@ func (p *peer) send(id int64, final bool, within time.Duration, msg any) error {
 	if err != nil {
 		return err
 	}
-	until := time.Time{}
-	if within > 0 {
-		until = time.Now().Add(within)
-		_ = p.SetWriteDeadline(until) // of the write that has the lock
-	}
 	p.writing.Lock()
 	defer p.writing.Unlock()
-	_ = p.SetWriteDeadline(until)
 	if _, err = p.Write(frame); err != nil {
 		p.Close()
-		p.d.mu.Lock()
-		defer p.d.mu.Unlock()
-		p.gone = true
+	} else if !final {
+		return nil
+	}
+	p.d.mu.Lock()
+	defer p.d.mu.Unlock()
+	if p.gone = p.gone || err != nil; final {
+		p.oweLocked(-1)
 	}
 	return err
 }
@@ -624,10 +639,7 @@ func (p *peer) follow(t *turn, id, next int64) {
 			p.d.mu.Unlock()
 			return
 		}
-		final, within, reply := t.final, time.Duration(0), wireReply{Type: "event", Session: t.session, Turn: t.number, Seq: next}
-		if final != nil {
-			within = finalWait
-		}
+		final, reply := t.final, wireReply{Type: "event", Session: t.session, Turn: t.number, Seq: next}
 		switch first := t.seq + 1 - int64(len(t.kept)); {
 		case next < first:
 			reply.Seq, reply.Event = first-1, lagged(first-next)
@@ -639,11 +651,11 @@ func (p *peer) follow(t *turn, id, next int64) {
 		p.d.mu.Unlock()
 		switch {
 		case reply.Event == nil:
-			_ = p.send(id, true, within, final)
+			_ = p.send(id, true, final)
 			return
-		case p.send(id, false, within, &reply) != nil:
+		case p.send(id, false, &reply) != nil:
 			reply.Event = lagged(1)
-			_ = p.send(id, false, within, &reply) // an error is that the client has left, too
+			_ = p.send(id, false, &reply) // an error is that the client has left, too
 		}
 		next = reply.Seq + 1
 	}
@@ -833,8 +845,10 @@ func (d *daemon) runTurn(ctx context.Context, t *turn, r wireRequest) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for p := range d.peers {
-		if slices.Contains(slices.Collect(maps.Values(p.open)), t) {
-			_ = p.SetWriteDeadline(time.Now().Add(finalWait)) // of an event that is being written, perhaps for long
+		for _, o := range p.open {
+			if o == t {
+				p.oweLocked(1)
+			}
 		}
 	}
 	t.final = final

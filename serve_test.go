@@ -1205,6 +1205,39 @@ func TestAClientThatTakesNoFinalFrameIsClosed(t *testing.T) {
 	}
 }
 
+// It takes some events after the end of the turn, and then no more.
+func TestAClientThatStopsBeforeTheFinalFrameIsClosed(t *testing.T) {
+	t.Parallel()
+	f := newFakeLlama(t)
+	release := make(chan struct{})
+	f.turn = func(int, map[string]any) any {
+		return func(w http.ResponseWriter, r *http.Request) {
+			w.Header().Set("Content-Type", "text/event-stream")
+			for range 30 {
+				io.WriteString(w, delta(map[string]any{"content": strings.Repeat("x", 100_000)}, nil))
+			}
+			streaming(release)(w, r)
+		}
+	}
+	d := loopd(t, f.home("")).serving()
+	w, slow := d.dial(), d.dial()
+	w.send(1, aTurn("s", "x", false))
+	for range 30 {
+		w.until("content")
+	}
+	slow.send(1, wireRequest{Type: "attach", Session: "s"}).until("content") // the socket is full behind it
+	time.Sleep(300 * time.Millisecond)
+	close(release)
+	w.want(1, "resultend")
+	slow.until("content")
+	slow.until("content")
+	id := int64(1)
+	until(t, "the slow one is closed", deadline, func() bool {
+		id++
+		return *number(parse(w.send(id, wireRequest{Type: "status"}).want(id, "status").Status).get("clients")) == 1
+	})
+}
+
 func TestAnotherUserIsRefused(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("needs root to be another user; lock_test.go tests the rule itself")
