@@ -328,12 +328,11 @@ type turn struct {
 // one: a client that does not read holds up what is for itself alone.
 type peer struct {
 	*net.UnixConn
-	d         *daemon
-	following sync.WaitGroup
-	writing   sync.Mutex // taken before daemon.mu
+	d       *daemon
+	writing sync.Mutex // taken before daemon.mu
 
 	// guarded by daemon.mu
-	open map[int64]*turn // requests that follow a turn, by id
+	open map[int64]*turn // requests without their final frame, by id, with what they follow
 	owed int             // final frames that wait for the client
 	gone bool
 }
@@ -519,7 +518,11 @@ func (d *daemon) farewell() {
 		// owner: daemon; ends when bye is written or the connection is closed; joined by conns
 		d.conns.Go(func() {
 			defer p.Close()
-			p.following.Wait()
+			d.mu.Lock()
+			for len(p.open) > 0 && !p.gone {
+				d.moved.Wait()
+			}
+			d.mu.Unlock()
 			p.answer(0, &wireReply{Type: "bye", Reason: "shutdown"})
 		})
 	}
@@ -612,6 +615,11 @@ func (p *peer) send(id int64, final bool, msg any) error {
 	}
 	p.writing.Lock()
 	defer p.writing.Unlock()
+	if final { // who has it may use the id again
+		p.d.mu.Lock()
+		delete(p.open, id)
+		p.d.mu.Unlock()
+	}
 	if _, err = p.Write(frame); err != nil {
 		p.Close()
 	} else if !final {
@@ -621,6 +629,9 @@ func (p *peer) send(id int64, final bool, msg any) error {
 	defer p.d.mu.Unlock()
 	if p.gone = p.gone || err != nil; final {
 		p.oweLocked(-1)
+	}
+	if p.d.peers == nil { // bye comes last
+		p.d.moved.Broadcast()
 	}
 	return err
 }
@@ -645,8 +656,6 @@ func (p *peer) follow(t *turn, id, next int64) {
 			reply.Seq, reply.Event = first-1, lagged(first-next)
 		case next <= t.seq:
 			reply.Event = t.kept[next-first]
-		default:
-			delete(p.open, id)
 		}
 		p.d.mu.Unlock()
 		switch {
@@ -666,37 +675,31 @@ func (p *peer) follow(t *turn, id, next int64) {
 func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 	var r wireRequest
 	err := json.Unmarshal(e.Msg, &r)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if p.open[e.ID] != nil { // the open request is still to get its one final frame
+		return 0, newWireError(codeDuplicateID, fmt.Sprintf("the id %d belongs to an open request", e.ID))
+	}
+	t := &turn{session: r.Session}
+	p.open[e.ID] = t
+	i := slices.IndexFunc(d.turns, func(o *turn) bool { return o.session == r.Session })
+	if i >= 0 {
+		t = d.turns[i]
+	}
 	switch {
 	case err != nil || e.ID == 0 || !e.Final || r.Type == "" || r.From < 0 || r.Type == "turn" && r.Content == "",
 		!in("drain now", cmp.Or(r.Mode, "now")), !in("continue cancel", cmp.Or(r.OnDisconnect, "cancel")):
 		return e.ID, newWireError(codeBadRequest, "a request needs an id from 1, final true, a type, and the fields of that type as docs/protocol.md has them")
 	case in("turn attach cancel", r.Type) && !validSessionID(r.Session):
 		return e.ID, newWireError(codeBadSessionID, errBadSessionID.Error())
-	case r.Type == "sessions": // reads the disk, so not under the lock
-		list, err := listSessions(d.store)
-		if err != nil {
-			return e.ID, storeError(err)
-		}
-		return e.ID, &wireReply{Type: "sessions", Sessions: jsonOf(list)}
-	}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	switch {
-	case d.peers == nil: // and nobody may follow a turn from now on
-		return e.ID, errDraining
-	case p.open[e.ID] != nil: // the open request is still to get its one final frame
-		return 0, newWireError(codeDuplicateID, fmt.Sprintf("the id %d belongs to an open request", e.ID))
-	}
-	t := &turn{session: r.Session}
-	i := slices.IndexFunc(d.turns, func(o *turn) bool { return o.session == r.Session })
-	if i >= 0 {
-		t = d.turns[i]
 	}
 	switch r.Type {
 	case "ping":
 		answer = &wireReply{Type: "pong", Data: r.Data}
 	case "status":
 		answer = &wireReply{Type: "status", Status: d.statusLocked()}
+	case "sessions":
+		answer = d.sessions
 	case "turn":
 		if bad := d.refusalLocked(r, i >= 0); bad != nil {
 			return e.ID, bad
@@ -708,8 +711,8 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 			return e.ID, func() any { return d.lastTurn(r.Session) }
 		}
 		p.open[e.ID] = t
-		// owner: peer; ends when the turn or the connection does; joined by following
-		p.following.Go(func() { p.follow(t, e.ID, max(r.From, 1)) })
+		// owner: peer; ends when the turn or the connection does; joined by conns
+		d.conns.Go(func() { p.follow(t, e.ID, max(r.From, 1)) })
 	case "cancel":
 		if answer = (&wireReply{Type: "ok"}); i >= 0 {
 			t.cancel(errCancelled)
@@ -766,6 +769,14 @@ func (d *daemon) startLocked(t *turn, p *peer, r wireRequest) {
 	d.turns = append(d.turns, t)
 	// owner: daemon; ends when the turn is over and told; joined by turning
 	d.turning.Go(func() { d.runTurn(ctx, t, r) })
+}
+
+func (d *daemon) sessions() any {
+	list, err := listSessions(d.store)
+	if err != nil {
+		return storeError(err)
+	}
+	return &wireReply{Type: "sessions", Sessions: jsonOf(list)}
 }
 
 // lastTurn answers attach where nothing runs: how the last turn ended. It takes no

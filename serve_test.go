@@ -792,6 +792,50 @@ func taggedIn(tag string) (pids []string) {
 	return pids
 }
 
+// Clients that ask without a pause get every answer before bye, and bye.
+func TestByeComesLast(t *testing.T) {
+	f := newFakeLlama(t)
+	home := f.home("")
+	for round := range 4 {
+		d := loopd(t, home).serving()
+		if round == 0 {
+			d.dial().send(1, aTurn("s", "x", false)).want(1, "resultend")
+		}
+		var clients sync.WaitGroup
+		var sent atomic.Int64
+		for i := range 30 {
+			w, told := d.dial(), ""
+			w.send(1, wireRequest{Type: "ping"}).want(1, "pong")
+			clients.Go(func() {
+				for e, err := readFrame(w, 1<<20, func() {}); err == nil; e, err = readFrame(w, 1<<20, func() {}) {
+					told = string(e.Msg)
+				}
+				if !strings.Contains(told, `"bye"`) {
+					t.Errorf("round %d: a client was told %.100s, and no bye", round, told)
+				}
+			})
+			go func() {
+				for id := int64(1); ; id++ {
+					frame, _ := encodeFrame(1<<20, id, true, &wireRequest{Type: "attach", Session: []string{"s", "none"}[i%2]})
+					if _, err := w.Write(frame); err != nil {
+						return
+					}
+					sent.Add(1)
+				}
+			}()
+		}
+		until(t, "they ask", deadline, func() bool { return sent.Load() > 500 })
+		w := d.dial()
+		if m := w.send(1, wireRequest{Type: "shutdown"}).next(); m.Type != "ok" || w.next().Type != "bye" {
+			t.Errorf("shutdown: %+v", m)
+		}
+		clients.Wait()
+		if code := d.end(); code != 0 {
+			t.Fatalf("code %d:\n%s", code, d.err.String())
+		}
+	}
+}
+
 func TestSignalsAfterTheFirst(t *testing.T) {
 	f := newFakeLlama(t)
 	f.turn = func(int, map[string]any) any { return streaming(nil) }
@@ -1010,8 +1054,14 @@ func TestHostileClientsLeaveARunningTurnUntouched(t *testing.T) {
 	io.WriteString(half, "\x00\x00\x00\x20{\"v\":1")
 	half.Close()
 	// A reused id: an error under id 0, and the turn's own final frame still comes.
-	if m := w.send(1, wireRequest{Type: "ping"}).until("errorduplicate_id"); m.id != 0 {
-		t.Errorf("%+v", m)
+	for _, r := range []wireRequest{{Type: "ping"}, {Type: "sessions"}, {Type: "turn"}, {Type: "attach", Session: "../x"}} {
+		m := w.send(1, r).next()
+		for !m.final {
+			m = w.next()
+		}
+		if m.id != 0 || m.Code != codeDuplicateID {
+			t.Errorf("%+v: %+v", r, m)
+		}
 	}
 	close(release)
 	w.want(1, "resultend")
