@@ -39,6 +39,7 @@ import (
 
 const (
 	contentMax, keptMax = 1 << 20, 4 << 20 // bytes of a user's message, more is a file for the workspace; of a turn's kept events
+	openMax             = 64               // requests of a connection that follow turns: each may hold one that is over
 	clientFrame         = 15 << 20         // bytes of a frame that a command takes: the most that a daemon may be configured to send
 	propsMax, saidMax   = 16 << 20, 200    // bytes of /props, where templates have some 100 KB; of a server's words in a line for people
 	daemonMemory        = 256 << 20        // bytes, soft: 64 clients, each 4 MiB behind; exec's limit would only make the collector run
@@ -692,6 +693,8 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 		return e.ID, newWireError(codeBadRequest, "a request needs an id from 1, final true, a type, and the fields of that type as docs/protocol.md has them")
 	case in("turn attach cancel", r.Type) && !validSessionID(r.Session):
 		return e.ID, newWireError(codeBadSessionID, errBadSessionID.Error())
+	case in("turn attach", r.Type) && len(p.open) > openMax:
+		return e.ID, newWireError(codeOverloaded, fmt.Sprintf("%d requests of this connection are open, no more are possible", openMax))
 	}
 	switch r.Type {
 	case "ping":

@@ -1067,6 +1067,29 @@ func TestHostileClientsLeaveARunningTurnUntouched(t *testing.T) {
 	w.want(1, "resultend")
 }
 
+func TestTheOpenRequestsOfAConnectionAreBounded(t *testing.T) {
+	f := newFakeLlama(t)
+	release := make(chan struct{})
+	f.turn = func(int, map[string]any) any { return streaming(release) }
+	d := loopd(t, f.home("")).serving()
+	w := d.dial()
+	w.send(1, aTurn("s", "x", false)).until("content")
+	w.send(1000, wireRequest{Type: "attach", Session: "none"}).want(1000, "errorno_such_session")
+	for id := int64(2); id <= openMax; id++ {
+		w.send(id, wireRequest{Type: "attach", Session: "s"})
+	}
+	w.send(1001, wireRequest{Type: "attach", Session: "s"}).want(1001, "erroroverloaded")
+	w.send(1002, wireRequest{Type: "ping"}).want(1002, "pong") // and no other request is refused
+	d.dial().send(1, wireRequest{Type: "attach", Session: "s"}).until("content")
+	close(release)
+	for open := openMax; open > 0; {
+		if m := w.next(); m.final {
+			open--
+		}
+	}
+	w.send(1, aTurn("s", "x", true)).want(1, "resultend")
+}
+
 func TestManyIdleConnections(t *testing.T) {
 	f := newFakeLlama(t)
 	release := f.held("fine")
