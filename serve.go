@@ -721,9 +721,13 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 			t.cancel(errCancelled)
 		}
 	case "shutdown":
-		select {
-		case d.stops <- max(1, map[string]int{"now": 2}[r.Mode]):
-		default: // another one is about to be looked at
+		for order := max(1, map[string]int{"now": 2}[r.Mode]); order > 0; {
+			select {
+			case d.stops <- order:
+				order = 0
+			case other := <-d.stops: // it is about to be looked at
+				order = max(order, other)
+			}
 		}
 		answer = &wireReply{Type: "ok"}
 	default:

@@ -836,6 +836,33 @@ func TestByeComesLast(t *testing.T) {
 	}
 }
 
+// Clients that ask for a drain again and again do not keep another one from more.
+func TestShutdownNowIsHeardAmongDrains(t *testing.T) {
+	f := newFakeLlama(t)
+	f.turn = func(int, map[string]any) any { return streaming(nil) }
+	home := f.home("drain_ms = 3600000")
+	for round := range 3 {
+		d := loopd(t, home).serving()
+		d.dial().send(1, aTurn(fmt.Sprint("s", round), "x", false)).until("content")
+		var sent atomic.Int64
+		for range 8 {
+			c := d.dial()
+			frame, _ := encodeFrame(1<<20, 1, true, &wireRequest{Type: "shutdown"})
+			go io.Copy(io.Discard, c)
+			go func() {
+				for _, err := c.Write(frame); err == nil; _, err = c.Write(frame) {
+					sent.Add(1)
+				}
+			}()
+		}
+		until(t, "they ask", deadline, func() bool { return sent.Load() > 100 })
+		d.dial().send(1, wireRequest{Type: "shutdown", Mode: "now"}).want(1, "ok")
+		if code := d.end(); code != 0 {
+			t.Errorf("code %d", code)
+		}
+	}
+}
+
 func TestSignalsAfterTheFirst(t *testing.T) {
 	f := newFakeLlama(t)
 	f.turn = func(int, map[string]any) any { return streaming(nil) }
