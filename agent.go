@@ -38,7 +38,6 @@ const (
 	lastLines, releaseBound = time.Second, 5 * time.Second
 	// Between two looks at stdout's reader; text format: a sign of life while a tool runs.
 	superviseTick, progressTick = 500 * time.Millisecond, 60 * time.Second
-	writeTick                   = 100 * time.Millisecond // between two looks at whether the run is to end, while stdout takes nothing
 	// Bytes of AGENTS.md; characters of a progress line.
 	agentsMax, lineWidth = 32 << 10, 78
 	// Persistent services of a run; replies in a row that were cut at the output limit.
@@ -120,29 +119,37 @@ type printer struct {
 	format         string
 	stdout, stderr *os.File
 	fail           context.CancelCauseFunc
+	writing        chan struct{} // of one place: holds something while a write is under way
 
 	mu      sync.Mutex             // over stderr
 	running atomic.Pointer[string] // the tool call under way
 
-	// owned by the goroutine of the run: results so far; what stdout has not taken
+	// owned by the goroutine of the run: results so far; lines that came after its end
 	tools []json.RawMessage
 	left  []byte
 }
 
-// write gives lines to stdout in pieces that it takes at once, so that a reader
-// that stands still never stops the run. What is not out when ctx ends goes out
-// before the next lines, or never. sure is asked when a piece is sure to be taken.
-func (p *printer) write(ctx context.Context, lines []byte, sure func() error) (err error) {
-	fd := int(p.stdout.Fd())
-	for p.left = append(p.left, lines...); len(p.left) > 0 && err == nil; {
-		for err == nil && !takesOneWrite(fd, writeTick) && !readerLeft(fd) {
-			err = context.Cause(ctx) // poll(2) has no channel, hence a look at ctx now and then
-		}
-		if err = cmp.Or(err, sure()); err == nil {
-			var n int
-			n, err = p.stdout.Write(p.left[:min(len(p.left), atomicWrite)])
-			p.left = p.left[n:]
-		}
+// write returns when stdout has taken a line, or with ctx, so that a reader that
+// stands still never stops the run. One goroutine writes at a time; what it has
+// then may still get out, if the reader comes back. What comes when ctx has ended
+// goes out before the last lines.
+func (p *printer) write(ctx context.Context, line []byte) (err error) {
+	written, turn := make(chan error, 1), p.writing
+	if p.left = append(p.left, line...); ctx.Err() != nil {
+		turn = nil // never: with both ready it would be chance
+	}
+	select {
+	case turn <- struct{}{}:
+		lines := p.left
+		p.left = nil
+		// owner: write; ends when stdout has taken the lines; joined by written, but for a reader that stands still
+		go func() { _, err := p.stdout.Write(lines); <-turn; written <- err }()
+	case <-ctx.Done():
+	}
+	select {
+	case err = <-written:
+	case <-ctx.Done():
+		err = context.Cause(ctx)
 	}
 	if errors.Is(err, syscall.EPIPE) {
 		err = errReaderLeft
@@ -185,7 +192,7 @@ func (p *printer) print(ctx context.Context, kind string, pairs ...any) {
 	get := func(key string) string { return word(parse(whole).get(key)) }
 	switch {
 	case p.format == "stream-json":
-		p.write(ctx, encodeEvent(kind, pairs...), func() error { return nil }) // an error has ended the run
+		p.write(ctx, encodeEvent(kind, pairs...)) // an error has ended the run
 	case kind == "tool_use":
 		p.running.Store(new(oneLine(get("name") + " " + get("input"))))
 	case kind == "tool_result":
@@ -631,7 +638,7 @@ func runExec(ctx context.Context, cfg *config, h *host, interrupts []interrupt, 
 	defer stop()
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
-	p := &printer{format: cfg.format, stdout: stdout, stderr: stderr, fail: fail}
+	p := &printer{format: cfg.format, stdout: stdout, stderr: stderr, fail: fail, writing: make(chan struct{}, 1)}
 	x := &execution{printer: p, own: &jobs{host: h}, interrupts: interrupts, id: randomHex() + randomHex(), began: time.Now()}
 	var offered *jobs
 	if cfg.auto {
@@ -766,7 +773,7 @@ func (x *execution) finish(err error) int {
 	}
 	last, cancel := context.WithTimeout(context.Background(), lastLines)
 	defer cancel()
-	x.write(last, x.closing(e, "", stopped), func() error { return nil }) // the exit code tells where it cannot be written
+	x.write(last, x.closing(e, "", stopped)) // the exit code tells where it cannot be written
 	return e.code
 }
 
@@ -793,13 +800,24 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 	if err := recordRelease(x.cfg.home, list); err != nil {
 		x.emit("notice", "message", fmt.Sprintf("the release is not recorded in %s: %v", x.cfg.home, err))
 	}
-	// In stream-json it is one write(2), whole or not at all, and from the moment that it is sure to happen signals are
-	// held: no reader finds a completed result of a run whose services were ended. Else signals count until the last byte.
+	// In pieces that stdout takes at once: what is not out when the run is ended never gets out, so that no reader finds
+	// a completed result of a run whose services were ended. In stream-json it is one write(2), whole or not at all,
+	// and from the moment that it is sure to happen signals are held; else signals count until the last byte.
 	lines := x.closing(endingOf(nil), answer, released)
 	held := x.format == "stream-json" && list != nil && len(lines) <= atomicWrite
-	err = x.write(ctx, lines, func() error { x.own.host.hold(held); return context.Cause(ctx) }) // in this order: a signal between the two is seen
+	for piece := range slices.Chunk(lines, atomicWrite) {
+		for ctx.Err() == nil && !takesOneWrite(int(x.stdout.Fd()), superviseTick) {
+			// poll(2) has no channel, hence a look at ctx now and then
+		}
+		x.own.host.hold(held) // first, then the look at ctx: a signal between the two is seen
+		if err = context.Cause(ctx); err == nil {
+			err = x.write(context.Background(), piece)
+		}
+		if err != nil {
+			break
+		}
+	}
 	if x.own.host.hold(err == nil && list != nil); err != nil {
-		x.left = nil
 		for i := range list {
 			list[i].Withdrawn = true
 		}

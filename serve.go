@@ -403,7 +403,7 @@ func sayTo(stderr io.Writer, start string) func(string, ...any) {
 
 // loop owns the lock, the socket and the stages of the end: 1 drain, 2 now.
 func (d *daemon) loop(signals <-chan os.Signal) int {
-	tick, idle, stage, last := time.Tick(d.cfg.poll), make(chan struct{}), 0, time.Time{}
+	tick, idle, stage, count, last := time.Tick(d.cfg.poll), make(chan struct{}), 0, 0, time.Time{}
 	for {
 		order := 0
 		select {
@@ -423,10 +423,11 @@ func (d *daemon) loop(signals <-chan os.Signal) int {
 			}
 			// The third one waits for nothing. Keepers end their trees when belay is gone; the order
 			// only makes it quicker. The next start ends the turn in the journal.
-			if last, order = time.Now(), stage+1; order > 2 {
+			if last, count = time.Now(), count+1; count > 2 {
 				d.tools.killAll()
 				return 128 + int(sig.(syscall.Signal))
 			}
+			order = count // no more than one: systemd sends it after ExecStop, which may have said now
 		case <-idle:
 			d.farewell()
 			return 0
