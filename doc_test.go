@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -369,5 +370,23 @@ func TestReadmeTranscripts(t *testing.T) {
 				t.Errorf("transcript %d: $ %s\n%s\nthe document has\n%s", i+1, step[0], got, want)
 			}
 		}
+	}
+}
+
+// A release build says which commit it is of.
+func TestReleaseBuildNamesItsCommit(t *testing.T) {
+	head, err := exec.Command("git", "rev-parse", "--short=12", "HEAD").Output()
+	if err != nil {
+		t.Skip("no repository here: there is no commit to name")
+	}
+	binary := filepath.Join(t.TempDir(), "belay")
+	c := exec.Command("go", "build", "-trimpath", "-buildvcs=true", "-ldflags=-s -w", "-o", binary, ".")
+	c.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := c.CombinedOutput(); err != nil {
+		t.Fatalf("%v %s", err, out)
+	}
+	out, err := exec.Command(binary, "version").Output()
+	if want := "commit " + strings.TrimSpace(string(head)); err != nil || !strings.Contains(string(out), want) || !strings.Contains(string(out), runtime.Version()) {
+		t.Errorf("belay version prints %q, without %q or the version of Go: %v", out, want, err)
 	}
 }
