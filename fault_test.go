@@ -242,6 +242,45 @@ func TestKeeperWithoutDescriptors(t *testing.T) {
 	}
 }
 
+// Nobody in the process list is no proof that nobody is left: where each process
+// forks its successor and exits, a look at the list comes too late for all of
+// them, and where /proc is mounted with hidepid it does not show a child that
+// made itself undumpable, as agents that hold keys do. Neither outlives the run,
+// with a keeper or after its death. The lock is held while one of them lives.
+func TestNobodyToBeSeen(t *testing.T) {
+	gcc, err := exec.LookPath("gcc")
+	if err != nil {
+		t.Skip("no gcc: the processes that cannot be seen are written in C")
+	}
+	dir, err := os.MkdirTemp("", "belay-unseen-") // readable by other users, unlike t.TempDir
+	needNil(t, err)
+	os.Chmod(dir, 0o755)
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	if out, err := exec.Command(gcc, "-O1", "-o", dir+"/unseen", "testdata/unseen.c").CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	for _, kind := range []string{"chain", "sessions", "hidden"} {
+		for _, end := range []string{"exit 0", "kill -KILL $PPID; sleep 600"} {
+			t.Run(kind+"/"+end, func(t *testing.T) { // one after the other: a chain takes a processor
+				r := execRun(t, serve(t, bash("exec 9> lock; flock 9; "+dir+"/unseen "+kind+" > /dev/null 2>&1 & sleep 0.3; "+end), say("done")))
+				if kind == "hidden" {
+					r.inNamespace(`mount -t proc -o hidepid=2 proc /proc && exec setpriv --reuid 65534 --regid 65534 --clear-groups "$@"`)
+				}
+				r.finish(0)
+				if out, _ := r.one("tool_result")["output"].(string); strings.Contains(out, "could not be ended") {
+					t.Errorf("result %q", out)
+				}
+				lock, err := os.Open(r.workspace + "/lock")
+				needNil(t, err)
+				defer lock.Close()
+				if err := syscall.Flock(int(lock.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+					t.Errorf("left behind by a run that completed: %v", err)
+				}
+			})
+		}
+	}
+}
+
 // processesOf counts threads too, as the limit does.
 func processesOf(uid int) (n int) {
 	for _, p := range processes() {

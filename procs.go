@@ -46,15 +46,16 @@ import (
 
 // Times and sizes: what takes longer is reported as left, what is larger is cut.
 const (
-	keeperName, ctlFD = "cmd-keeper", 3                         // argv[0] and comm: kill by name must not hit belay and all keepers at once; the socketpair's end
-	grace, stopGrace  = 500 * time.Millisecond, 5 * time.Second // between TERM and KILL, of a command and of a released service
-	wedged, endBound  = grace + time.Second, 10 * time.Second   // until a keeper that ends its tree is killed itself; until a tree is given up
-	// For the end of the output once the tree is gone; between two looks at a tree; from a keeper to its command
-	// (milliseconds, unless somebody stopped it or a directory hangs); one Read, Write or Edit.
-	eofWait, pause, startBound, fileBound = time.Second, 3 * time.Millisecond, 5 * time.Second, 30 * time.Second
+	keeperName, ctlFD = "cmd-keeper", 3                       // argv[0] and comm: kill by name must not hit belay and all keepers at once; the socketpair's end
+	wedged, endBound  = grace + time.Second, 10 * time.Second // until a keeper that ends its tree is killed itself; until a tree is given up
+	// Between TERM and KILL, of a command and of a released service; for the end of the output once the tree is gone;
+	// between two looks at a tree; from a keeper to its command (milliseconds, unless somebody stopped it or a directory
+	// hangs); one Read, Write or Edit.
+	grace, stopGrace, eofWait, pause, startBound, fileBound = 500 * time.Millisecond, 5 * time.Second, time.Second, 3 * time.Millisecond, 5 * time.Second, 30 * time.Second
 
-	headKeep, tailKeep          = 6000, 24000           // bytes of a long output shown from its start and from its end
-	spillMax, fileMax, spareMax = 64 << 20, 64 << 20, 6 // bytes of one output kept in the scratch directory; of a file for Read and Edit; threads of a keeper
+	// Bytes of a long output that are shown from its start and from its end, and kept in the scratch directory; of a
+	// file for Read and Edit; threads of a keeper.
+	headKeep, tailKeep, spillMax, fileMax, spareMax = 6000, 24000, 64 << 20, 64 << 20, 6
 	// One Read; bytes of one argument (MAX_ARG_STRLEN less the NUL, execve(2)); of a dead service's log in the error.
 	readLines, readBytes, commandMax, logTail = 2000, 50 << 10, 131071, 2000
 )
@@ -77,7 +78,7 @@ func (p proc) String() string {
 	if fi, err := os.Stat("/proc/" + strconv.Itoa(p.pid)); err == nil {
 		owner = strconv.Itoa(int(fi.Sys().(*syscall.Stat_t).Uid))
 	}
-	return fmt.Sprintf("pid %d (uid %s, state %c)", p.pid, owner, p.state)
+	return fmt.Sprintf("pid %d (uid %s, state %c)", p.pid, owner, cmp.Or(p.state, '?'))
 }
 
 // readProc parses /proc/PID/stat, false for a pid that is gone or hidden. The
@@ -110,6 +111,21 @@ func processes() (all []proc) {
 	return all
 }
 
+// children lists what the kernel says of our own children, where it is built to:
+// those that /proc hides too (hidepid), and while each process forks its successor
+// and exits the newest, for which a look at all processes is always too late.
+func children() (all []proc) {
+	// Orphans come to the first thread; no file without CONFIG_PROC_CHILDREN, proc(5).
+	b, _ := os.ReadFile(fmt.Sprintf("/proc/self/task/%d/children", os.Getpid()))
+	for _, f := range strings.Fields(string(b)) {
+		pid, _ := strconv.Atoi(f)
+		p, _ := readProc(pid) // of a hidden one only what is set here is known
+		p.pid, p.ppid, p.sid = pid, os.Getpid(), cmp.Or(p.sid, pid)
+		all = append(all, p)
+	}
+	return all
+}
+
 // below gives the living descendants of root in all, without those that skip,
 // if there is one, names and what is below them.
 func below(all []proc, root int, skip func(proc) bool) (out []proc) {
@@ -131,7 +147,8 @@ func below(all []proc, root int, skip func(proc) bool) (out []proc) {
 func signalAll(list []proc, sigs ...os.Signal) (denied int) {
 	for _, p := range list {
 		h, _ := os.FindProcess(p.pid) // never fails on Linux
-		if q, ok := readProc(p.pid); ok && q.start == p.start && p.pid > 1 {
+		// Both are 0 of a child that /proc hides.
+		if q, _ := readProc(p.pid); q.start == p.start && p.pid > 1 {
 			for _, sig := range sigs {
 				if errors.Is(h.Signal(sig), unix.EPERM) {
 					denied++
@@ -153,10 +170,7 @@ func endTree(list func() []proc) string {
 	seen := map[int]uint64{}
 	for bound := time.Now().Add(endBound); ; {
 		left, late := list(), time.Now().After(bound)
-		fresh := slices.DeleteFunc(slices.Clone(left), func(p proc) bool { return seen[p.pid] == p.start })
-		for _, p := range fresh {
-			seen[p.pid] = p.start
-		}
+		fresh := slices.DeleteFunc(slices.Clone(left), func(p proc) bool { old := seen[p.pid]; seen[p.pid] = p.start; return old == p.start })
 		switch {
 		case len(fresh) > 0 && !late:
 			signalAll(fresh, unix.SIGSTOP)
@@ -193,10 +207,9 @@ const orderEnd, orderKill, orderAlive, orderLetGo syscall.Signal = 'T', 'K', 'A'
 // says who the command is, at its start and when asked whether it lives; the
 // last one is failed, file, gone or released.
 type note struct {
-	Kind, Text  string          // Text: of failed and file
-	Left        string          // of gone: processes that could not be ended
-	Pid, Strays int             // 0: the command itself is over; of gone: processes that it had left behind
-	Status      unix.WaitStatus // of gone
+	Kind, Text, Left string          // Text: of failed and file; Left: of gone, processes that could not be ended
+	Pid, Strays      int             // 0: the command itself is over; of gone: processes that it had left behind
+	Status           unix.WaitStatus // of gone
 }
 
 // keeper is the process between belay and one command. Its main goroutine is
@@ -285,7 +298,6 @@ func (k *keeper) run(spec jobSpec, orders io.ByteReader) (kind string, err error
 		select {
 		case sig := <-events:
 			switch sig {
-			case unix.SIGCHLD: // reaped above
 			case orderKill:
 				kill = time.After(0)
 			case orderAlive:
@@ -294,7 +306,7 @@ func (k *keeper) run(spec jobSpec, orders io.ByteReader) (kind string, err error
 			case orderLetGo:
 				return "released", nil
 			default:
-				ending = true
+				ending = ending || sig != unix.SIGCHLD // reaped above
 			}
 		case <-kill:
 			if k.leader > 1 {
@@ -325,10 +337,12 @@ func (k *keeper) reap() bool {
 	}
 }
 
-// tree lists what lives below the keeper, after reaping what does not.
-func (k *keeper) tree() []proc {
-	k.reap()
-	return below(processes(), os.Getpid(), nil)
+// tree lists what lives below the keeper. That nobody is seen is no proof.
+func (k *keeper) tree() (all []proc) {
+	if all = below(processes(), os.Getpid(), nil); len(all) == 0 && !k.reap() {
+		all = children()
+	}
+	return all
 }
 
 // beParent readies belay or a keeper for what it starts: every descriptor above
@@ -661,7 +675,7 @@ func newHost() (*host, error) {
 	}
 	self, _ := readProc(os.Getpid())
 	h := &host{pid: self.pid, foreign: map[int]bool{}, sessions: map[int]bool{self.sid: true}, keepers: map[int]*job{}}
-	for _, p := range below(processes(), h.pid, nil) {
+	for _, p := range append(below(processes(), h.pid, nil), children()...) {
 		h.foreign[p.pid], h.sessions[p.sid] = true, true
 	}
 	return h, nil
@@ -670,6 +684,9 @@ func newHost() (*host, error) {
 // hold keeps everything alive while receipts are written, and for good once
 // services are let go: from then on belay signals nothing.
 func (h *host) hold(on bool) { h.mu.Lock(); h.held = on; h.mu.Unlock() }
+
+// waited drops a keeper that os/exec has reaped.
+func (h *host) waited(pid int) { h.mu.Lock(); delete(h.keepers, pid); h.mu.Unlock() }
 
 // killAll orders every keeper to kill at once: a second signal.
 func (h *host) killAll() {
@@ -684,22 +701,25 @@ func (h *host) killAll() {
 
 // orphans reaps by pid what has died and is nobody's (never wait4(-1), which
 // would steal from os/exec) and lists what killed keepers left.
-func (h *host) orphans() []proc {
+func (h *host) orphans() (left []proc) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	all := processes()
 	if h.held || len(all) == 0 { // without descriptors /proc shows nothing: what is left is not known, which must not pass for none
 		return map[bool][]proc{false: {{state: '?'}}}[h.held]
 	}
-	for _, p := range all {
-		if p.ppid == h.pid && p.dead() && h.keepers[p.pid] == nil {
-			// wait4(2), not blocking: ECHILD when it was not ours after all.
+	skip := func(p proc) bool {
+		if p.ppid == h.pid && h.keepers[p.pid] == nil {
+			// wait4(2), not blocking: 0 while it lives, ECHILD when it was not ours after all.
 			unix.Wait4(p.pid, nil, unix.WNOHANG, nil)
 		}
-	}
-	return below(all, h.pid, func(p proc) bool {
 		return p.ppid == h.pid && (h.keepers[p.pid] != nil || h.foreign[p.pid] || h.sessions[p.sid])
-	})
+	}
+	// One that skip reaps here counts all the same: the next look shows who came after it.
+	if left = below(all, h.pid, skip); len(left) == 0 {
+		left = slices.DeleteFunc(children(), skip)
+	}
+	return left
 }
 
 // pollFD says what is true of fd (POLLERR of a pipe or POLLHUP of a socket that
@@ -919,9 +939,7 @@ func (j *job) follow(h *host, spec jobSpec) {
 	j.ctl.Close()
 	j.cmd.Process.Kill() // it has said its last word, is dead, or says nonsense
 	j.cmd.Wait()         // for eofWait longer than the keeper lives, if the output has no end
-	h.mu.Lock()
-	delete(h.keepers, j.cmd.Process.Pid)
-	h.mu.Unlock()
+	h.waited(j.cmd.Process.Pid)
 	if j.last.Kind == "" {
 		j.last = note{Text: "the keeper was killed", Left: endTree(h.orphans)}
 	}
@@ -1028,8 +1046,7 @@ func (o *output) Write(b []byte) (int, error) {
 // trim cuts the middle out of a buffer of more than limit bytes.
 func (o *output) trim(limit int) {
 	if over := len(o.buf) - headKeep - tailKeep; len(o.buf) > limit {
-		o.buf = slices.Delete(o.buf, headKeep, headKeep+over)
-		o.dropped += over
+		o.buf, o.dropped = slices.Delete(o.buf, headKeep, headKeep+over), o.dropped+over
 	}
 }
 
@@ -1040,10 +1057,7 @@ func (o *output) take(running bool) (text string, omitted int, lost bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.trim(headKeep + tailKeep)
-	b := o.buf
-	if running {
-		b = b[:len(b)-unfinished(b)]
-	}
+	b := o.buf[:len(o.buf)-map[bool]int{true: unfinished(o.buf)}[running]]
 	o.buf = slices.Clone(o.buf[len(b):])
 	if omitted, o.dropped = o.dropped, 0; omitted > 0 {
 		head, tail := b[:headKeep-unfinished(b[:headKeep])], b[headKeep:]
