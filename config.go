@@ -78,8 +78,8 @@ type config struct {
 	// is in keyNote. expectTemplate is a SHA-256 in lower-case hex.
 	url, model, keyHeader, reasoningEffort, keyNote, expectTemplate string
 	// keyNames are the environment names that no child may see: all that this file reads (with
-	// HOME excepted), NOTIFY_SOCKET, through which a child could declare us ready, and the one in
-	// infer.api_key_env.
+	// HOME excepted), NOTIFY_SOCKET, through which a child could declare us ready, and each that a
+	// source has in infer.api_key_env, in force or not.
 	args, writable, envKeep, keyNames []string
 	// sandboxFlag: sandbox is what --sandbox said, literally; persist depends on it.
 	auto, sandboxFlag, network, noProjectConfig, verbose, jsonOut, resume, now, promptFromStdin, waitForServer bool
@@ -295,10 +295,9 @@ func (l *loader) readFile() {
 // environment applies variables, for the commands that are not deaf to them, and defaults where no
 // other source has spoken.
 func (l *loader) environment() {
-	unset := func(name string) bool { return l.environ[name] == "" }
 	for _, f := range l.schema() {
 		_, given := l.inForce[f.dst]
-		names := slices.DeleteFunc(strings.Fields(keep(f.env, in(envCommands, l.command))), unset)
+		names := slices.DeleteFunc(strings.Fields(keep(f.env, in(envCommands, l.command))), func(name string) bool { return l.environ[name] == "" })
 		switch {
 		case len(names) > 0:
 			l.give(f, typed(f.form, l.environ[names[0]]), "env "+names[0], names[0])
@@ -329,6 +328,7 @@ func (l *loader) give(f *field, v any, origin, where string) {
 	l.inForce[f.dst] = setting{f.key, strings.SplitAfter(found, "?")[0], origin, where} // some servers want the key in the query
 	hidden := keep(fmt.Sprintf("%d bytes of text", len(text)-len(`""`)), strings.HasPrefix(f.key, "infer.") && strings.Contains(found, `"`))
 	l.demand(allowed == "", "%s: found %s, allowed %s", where, cmp.Or(hidden, found), allowed)
+	l.keyNames = append(l.keyNames, strings.Fields(keep(fmt.Sprint(v), f.key == "infer.api_key_env"))...)
 	source, _, _ := strings.Cut(origin, ":")
 	l.demand(before.key == f.key || !strings.HasPrefix(before.origin, source), "%s: found %s as well, allowed one of them", where, before.key)
 }
@@ -407,7 +407,7 @@ func (l *loader) finish() {
 	// sandbox. Links are followed where the sandbox is made, see planSandbox.
 	holdsHome := func(dir string) bool { return strings.HasPrefix(l.home+"/", strings.TrimRight(dir, "/")+"/") }
 	l.demand(!slices.ContainsFunc(l.writable, holdsHome), "exec.writable: found %q, allowed nothing that holds / or %s", l.writable, l.home)
-	l.keyNames = strings.Fields("BELAY_API_KEY CODEWHALE_API_KEY DEEPSEEK_API_KEY OPENAI_API_KEY NOTIFY_SOCKET " + l.keyFrom)
+	l.keyNames = append(l.keyNames, strings.Fields("BELAY_API_KEY CODEWHALE_API_KEY DEEPSEEK_API_KEY OPENAI_API_KEY NOTIFY_SOCKET")...)
 	for _, f := range l.schema() {
 		l.keyNames = append(l.keyNames, strings.Fields(f.env)...)
 		s := l.inForce[f.dst]

@@ -604,8 +604,8 @@ func TestKeyRules(t *testing.T) {
 		if got.key.reveal() != c.key || !strings.HasPrefix(got.keyNote, c.note) || (c.note == "") != (got.keyNote == "") {
 			t.Errorf("%s: got key %q, note %q", c.name, got.key.reveal(), got.keyNote)
 		}
-		bound, _ := strings.CutPrefix(c.set, "infer.api_key_env=")
-		bound = strings.TrimPrefix(bound, "infer.api_key_file=")
+		bound, isName := strings.CutPrefix(c.set, "infer.api_key_env=")
+		bound = keep(bound, isName)
 		for _, name := range strings.Fields("BELAY_API_KEY CODEWHALE_MODEL OPENAI_BASE_URL DEEPSEEK_API_KEY BELAY_HOME BELAY_CONFIG_PATH BELAY_SANDBOX BELAY_NETWORK BELAY_ALLOW_INSECURE_HTTP NOTIFY_SOCKET " + bound) {
 			if !slices.Contains(got.keyNames, name) {
 				t.Errorf("%s is not scrubbed", name)
@@ -681,5 +681,19 @@ func TestSecretNeverPrints(t *testing.T) {
 	got := mustLoad(t, []string{"BELAY_API_KEY=sk-very-secret", "BELAY_BASE_URL=https://h?key=sk-very-secret", "BELAY_MODEL=m"}, "config")
 	if s := fmt.Sprint(got.values); strings.Contains(s, "very") || originOf(got, "infer.api_key") != "[redacted] env BELAY_API_KEY" {
 		t.Errorf("belay config shows %s", s)
+	}
+}
+
+// A variable that some source names as the key's place is a key, also where another key is in force.
+func TestEveryVariableBoundToAKeyIsScrubbed(t *testing.T) {
+	dir := t.TempDir()
+	writeConfig(t, dir+"/.belay/config.toml", "[infer]\napi_key_env = \"LLM_CRED\"\n", 0o600)
+	env := []string{"HOME=" + dir, "BELAY_BASE_URL=https://h", "BELAY_MODEL=m", "LLM_CRED=c", "OTHER=o"}
+	for key, c := range map[string]*config{
+		"c": mustLoad(t, env, "exec", "x"), "b": mustLoad(t, append(env, "BELAY_API_KEY=b"), "exec", "x"), "o": mustLoad(t, env, "exec", "--set", "infer.api_key_env=OTHER", "x"),
+	} {
+		if !slices.Contains(c.keyNames, "LLM_CRED") || c.key.reveal() != key {
+			t.Errorf("key %q, scrubbed %q, want %q and LLM_CRED", c.key.reveal(), c.keyNames, key)
+		}
 	}
 }
