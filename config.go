@@ -390,8 +390,12 @@ func (l *loader) store(f *field, dst reflect.Value, v any) (allowed string) {
 // they evict each other's cache.
 func (l *loader) finish() {
 	c, slots := l.command, cmp.Or(l.expectSlots, 128)
-	if in("exec serve probe config", c) {
-		l.findServer()
+	place := endpoint(keep(l.server, in("exec serve probe config", c)))
+	path, isUnix := strings.CutPrefix(place, "unix:")
+	l.socket, l.url = keep(path, isUnix), cmp.Or(keep("http://localhost/v1/chat/completions", isUnix), place) // HTTP demands a name
+	// A recording needs neither server nor key: the URL is there for messages.
+	if in("exec serve probe config", c) && l.replay == "" {
+		l.findServer(place)
 	}
 	l.model = cmp.Or(l.model, keep("replay", l.replay != "" || c == "demo")) // a recording answers whatever is asked
 	l.demand(l.home != "" || in("exec demo config probe", c), "%s needs a home: set HOME or BELAY_HOME, or give --home", c)
@@ -427,19 +431,16 @@ func (l *loader) finish() {
 	l.maxTokens = cmp.Or(l.maxTokens, map[string]int{"serve": 8192}[c]) // a local model that rambles holds the one slot
 }
 
-// findServer decides what is asked, and with which key. A binding given as a flag comes first, then
-// the environment, then any other binding. BELAY_API_KEY and CODEWHALE_API_KEY go anywhere, as
-// bindings do; the key of a vendor goes only to the vendor or, where the environment gives
-// settings, to the BASE_URL that stands beside it. The names of three other programs are there so
-// that an image or a CI job that was set up for one of them runs belay unchanged. A key file must
+// findServer checks the place that is asked, and decides with which key. A binding given as a flag
+// comes first, then the environment, then any other binding. BELAY_API_KEY and CODEWHALE_API_KEY go
+// anywhere, as bindings do; the key of a vendor goes only to the vendor or, where the environment
+// gives settings, to the BASE_URL that stands beside it. The names of three other programs are there
+// so that an image or a CI job that was set up for one of them runs belay unchanged. A key file must
 // give no right to group or others. Whoever names a place wants its key sent, so one that is not
 // there is an error, where a variable that nobody named may be missing. The name of the variable
 // is not repeated: it may be the key itself.
-func (l *loader) findServer() {
-	place := endpoint(l.server)
-	path, isUnix := strings.CutPrefix(place, "unix:")
-	l.socket, l.url = keep(path, isUnix), cmp.Or(keep("http://localhost/v1/chat/completions", isUnix), place) // HTTP demands a name
-	l.demand(l.url != "" || l.command == "config" || l.replay != "", "found no server, allowed infer.socket, infer.base_url or, for exec:\n"+
+func (l *loader) findServer(place string) {
+	l.demand(place != "" || l.command == "config", "found no server, allowed infer.socket, infer.base_url or, for exec:\n"+
 		"  export BELAY_BASE_URL=http://127.0.0.1:8080\n  export BELAY_MODEL=NAME\n  export BELAY_API_KEY=KEY, if the server wants one")
 	// Key, prompts and code would cross the network as they are. The parsed address counts, since
 	// 127.evil.example begins like one, and so do names below localhost.
@@ -460,14 +461,13 @@ func (l *loader) findServer() {
 			l.keyNote = name + " not sent to " + cmp.Or(l.socket, host) + ": it belongs to " + vendor + " or " + p[0] + "_BASE_URL; set BELAY_API_KEY to send it"
 		}
 	}
-	where := l.inForce[&l.keyFrom].where
-	key := l.environ[l.keyFrom]
+	where, key := l.inForce[&l.keyFrom].where, l.environ[l.keyFrom]
 	if filepath.IsAbs(l.keyFrom) {
 		// Between the two calls the file may change; whoever can do that is us or root.
-		info, err := os.Stat(l.keyFrom)
+		data, err := os.ReadFile(l.keyFrom)
 		l.demand(err == nil, "%s: %v", where, err)
-		l.demand(err != nil || info.Mode().Perm()&0o077 == 0, "%s: found rights of group or others, allowed mode 0600", where)
-		data, _ := os.ReadFile(l.keyFrom) // what cannot be read holds no key
+		info, missing := os.Stat(l.keyFrom)
+		l.demand(missing != nil || info.Mode().Perm()&0o077 == 0, "%s: found rights of group or others, allowed mode 0600", where)
 		key = strings.TrimSpace(strings.SplitN(string(data), "\n", 2)[0])
 	}
 	// A control character would end the header line that carries the key.

@@ -697,3 +697,14 @@ func TestEveryVariableBoundToAKeyIsScrubbed(t *testing.T) {
 		}
 	}
 }
+
+// A recording that was made with a key and a far server is replayed without either.
+func TestReplayNeedsNoKey(t *testing.T) {
+	for _, set := range []string{"infer.api_key_env=NOT_SET", "infer.api_key_file=/nonexistent", "infer.base_url=http://far"} {
+		mustLoad(t, nil, "exec", "--set", set, "--replay", "f", "x")
+	}
+	c := mustLoad(t, []string{"OPENAI_API_KEY=o", "BELAY_BASE_URL=https://h"}, "exec", "--replay", "f", "x")
+	if c.key.reveal() != "" || c.keyNote != "" || c.url != "https://h/v1/chat/completions" {
+		t.Errorf("key %q, note %q, URL %q", c.key.reveal(), c.keyNote, c.url)
+	}
+}
