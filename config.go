@@ -102,7 +102,7 @@ type config struct {
 type field struct {
 	key, flag, on, env, form string // on: commands that know the flag, "" = all; env: the first variable set counts; sets are blank-separated
 	def, dst                 any    // def: nil and "" = none; dst: a pointer to where the value goes
-	lo, hi, most             float64
+	lo, hi, most             int64
 }
 
 // loader is the state of one loadConfig. It collects the problems of a step instead of ending at
@@ -151,7 +151,7 @@ func loadConfig(args, env []string, cwd string) (*config, error) {
 func (l *loader) schema() []*field {
 	const models = "BELAY_MODEL CODEWHALE_MODEL DEEPSEEK_MODEL OPENAI_MODEL"
 	const urls = "BELAY_BASE_URL CODEWHALE_BASE_URL DEEPSEEK_BASE_URL OPENAI_BASE_URL"
-	const variable, printable, some = "[A-Za-z_][A-Za-z0-9_]*", `[^[:cntrl:]"]{1,200}`, "(?s).+" // no name is longer, a pasted file is
+	const variable, printable, some = "[A-Za-z_][A-Za-z0-9_]*", `[^[:cntrl:]"]{1,200}`, `(.|\n)+` // no name is longer, a pasted file is
 	// Where belay was started says nothing to a daemon and its clients.
 	reads, deepseek, openai := in(envCommands, l.command), l.environ["DEEPSEEK_API_KEY"] != "", l.environ["OPENAI_API_KEY"] != ""
 	vendor := cmp.Or(keep("https://api.deepseek.com", reads && deepseek), keep("https://api.openai.com", reads && openai))
@@ -161,7 +161,7 @@ func (l *loader) schema() []*field {
 		{key: "infer.model", flag: "model", env: models, form: printable, dst: &l.model},
 		{key: "infer.api_key_env", form: variable, dst: &l.keyFrom}, {key: "infer.api_key_file", form: "path", dst: &l.keyFrom},
 		{key: "infer.api_key_header", form: "[A-Za-z0-9_-]+", dst: &l.keyHeader},
-		{key: "infer.max_tokens", dst: &l.maxTokens, lo: 1, hi: 1<<31 - 1}, {key: "infer.seed", dst: &l.seed, lo: -1 << 63, hi: 1 << 63},
+		{key: "infer.max_tokens", dst: &l.maxTokens, lo: 1, hi: 1<<31 - 1}, {key: "infer.seed", dst: &l.seed, lo: -1 << 63, hi: 1<<63 - 1},
 		{key: "infer.temperature", dst: &l.temperature, hi: 100}, {key: "infer.top_p", dst: &l.topP, hi: 1},
 		{key: "infer.reasoning_effort", form: printable, dst: &l.reasoningEffort},
 		{key: "infer.allow_insecure_http", env: "BELAY_ALLOW_INSECURE_HTTP", dst: &l.allowHTTP, def: false},
@@ -173,7 +173,7 @@ func (l *loader) schema() []*field {
 		{key: "limits.retry_backoff_ms", dst: &l.backoff, hi: 600_000, most: 10, def: []any{500, 2000, 8000, 20_000}},
 		{key: "limits.max_turns", flag: "max-turns", on: "exec", dst: &l.maxTurns, lo: 1, hi: 1<<31 - 1, def: 200},
 		{key: "limits.command_timeout_ms", dst: &l.commandTimeout, lo: 1000, hi: 600_000, def: 120_000},
-		{key: "limits.max_total_tokens", dst: &l.maxTotalTokens, hi: 1 << 63, def: 0},
+		{key: "limits.max_total_tokens", dst: &l.maxTotalTokens, hi: 1<<63 - 1, def: 0},
 		{key: "limits.drain_ms", dst: &l.drain, hi: 3_600_000, def: 30_000},
 		{key: "limits.load_timeout_ms", dst: &l.loadTimeout, lo: 1000, hi: 86_400_000, def: 600_000},
 		{key: "limits.max_frame_bytes", dst: &l.maxFrame, lo: 64 << 10, hi: 15 << 20, def: 8 << 20},
@@ -230,13 +230,14 @@ func (l *loader) flags(args []string) (rest []string) {
 	fs := flag.NewFlagSet(l.program, flag.ContinueOnError)
 	fs.SetOutput(io.Discard)
 	fs.Func("set", "", func(s string) error {
-		key, word, _ := strings.Cut(s, "=")
-		l.put(key, typed("", word), "flag", "--set "+key)
+		key, word, ok := strings.Cut(s, "=")
+		if l.demand(ok, "--set: found no =, allowed KEY=VALUE, VALUE as in TOML or a bare word"); ok { // what has no = may be a key
+			l.put(key, typed("", word), "flag", "--set "+key)
+		}
 		return nil
 	})
 	for _, f := range l.schema() {
-		var items []any // a list takes one item a flag
-		add := fs.Func
+		items, add := []any{}, fs.Func // a list takes one item a flag
 		if _, isSwitch := f.dst.(*bool); isSwitch {
 			add = fs.BoolFunc
 		}
@@ -256,7 +257,7 @@ func (l *loader) flags(args []string) (rest []string) {
 	}
 	err := fs.Parse(args)
 	l.demand(!errors.Is(err, flag.ErrHelp), "%w", &helpRequest{l.command})
-	l.demand(err == nil, "%s; see %s help", strings.Replace(fmt.Sprint(err), " -", " --", 1), l.program)
+	l.demand(err == nil, "%s; see %s help; a command's own flags stand after it", strings.Replace(fmt.Sprint(err), " -", " --", 1), l.program)
 	return fs.Args()
 }
 
@@ -307,7 +308,8 @@ func (l *loader) environment() {
 	}
 }
 
-// put puts a value in force by its key. The header of a known table is fine.
+// put puts a value in force by its key. The header of a known table is fine. For a name in a known
+// table an error shows the keys of that table alone.
 func (l *loader) put(key string, v any, origin, where string) {
 	keys := ""
 	for _, f := range l.schema() {
@@ -316,7 +318,8 @@ func (l *loader) put(key string, v any, origin, where string) {
 			return
 		}
 	}
-	l.demand(v == nil && strings.Contains(keys, " "+key+"."), "%s: found an unknown name, allowed%s", where, strings.TrimRight(keys, " "))
+	near := strings.Join(regexp.MustCompile(" "+regexp.QuoteMeta(strings.Split(key, ".")[0])+`\.\S+`).FindAllString(keys, -1), "")
+	l.demand(v == nil && near != "", "%s: found an unknown name, allowed%s", where, cmp.Or(near, strings.TrimRight(keys, " ")))
 }
 
 // give puts v in force at the dst of f. where names the source as its author wrote it. A text of
@@ -325,10 +328,10 @@ func (l *loader) give(f *field, v any, origin, where string) {
 	allowed := l.store(f, reflect.ValueOf(f.dst).Elem(), v)
 	text, _ := json.Marshal(v) // as TOML would write it; no error, v came from text
 	found, before := string(text), l.inForce[f.dst]
+	l.keyNames = append(l.keyNames, strings.Fields(keep(fmt.Sprint(v), f.key == "infer.api_key_env"))...)
 	l.inForce[f.dst] = setting{f.key, strings.SplitAfter(found, "?")[0], origin, where} // some servers want the key in the query
 	hidden := keep(fmt.Sprintf("%d bytes of text", len(text)-len(`""`)), strings.HasPrefix(f.key, "infer.") && strings.Contains(found, `"`))
 	l.demand(allowed == "", "%s: found %s, allowed %s", where, cmp.Or(hidden, found), allowed)
-	l.keyNames = append(l.keyNames, strings.Fields(keep(fmt.Sprint(v), f.key == "infer.api_key_env"))...)
 	source, _, _ := strings.Cut(origin, ":")
 	l.demand(before.key == f.key || !strings.HasPrefix(before.origin, source), "%s: found %s as well, allowed one of them", where, before.key)
 }
@@ -341,7 +344,7 @@ func (l *loader) store(f *field, dst reflect.Value, v any) (allowed string) {
 	switch dst.Kind() {
 	case reflect.Slice: // an empty list is a value, not unset
 		items, isList := v.([]any)
-		allowed = keep(fmt.Sprintf("a list of at most %.0f", f.most), !isList || float64(len(items)) > f.most)
+		allowed = keep(fmt.Sprintf("a list of at most %d", f.most), !isList || int64(len(items)) > f.most)
 		dst.Set(reflect.MakeSlice(dst.Type(), len(items), len(items)))
 		for i, item := range items {
 			allowed = cmp.Or(allowed, l.store(f, dst.Index(i), item))
@@ -371,10 +374,10 @@ func (l *loader) store(f *field, dst reflect.Value, v any) (allowed string) {
 		dst.SetString(s)
 		ok = s != ""
 	default:
-		allowed = fmt.Sprintf("%s from %.0f to %.0f", cmp.Or(keep("a number", dst.CanFloat()), "an integer"), f.lo, f.hi)
+		allowed = cmp.Or(keep("a number", dst.CanFloat()), keep("an integer without point or exponent", value.CanFloat()), "an integer") + fmt.Sprintf(" from %d to %d", f.lo, f.hi)
 		if value.CanInt() || value.CanFloat() && dst.CanFloat() {
 			x := value.Convert(reflect.TypeFor[float64]()).Float()
-			ok = x >= f.lo && x <= f.hi
+			ok = x >= float64(f.lo) && x <= float64(f.hi)
 			dst.Set(value.Convert(dst.Type()))
 		}
 		if dst.Type() == reflect.TypeFor[time.Duration]() {
@@ -398,7 +401,7 @@ func (l *loader) finish() {
 		l.findServer(place)
 	}
 	l.model = cmp.Or(l.model, keep("replay", l.replay != "" || c == "demo")) // a recording answers whatever is asked
-	l.demand(l.home != "" || in("exec demo config probe", c), "%s needs a home: set HOME or BELAY_HOME, or give --home", c)
+	l.demand(l.home != "" || in("exec demo config probe", c), "%s needs a home: set HOME or BELAY_HOME to an absolute path, or give --home", c)
 	l.demand(l.model != "" || !in("exec serve", c), "found no model, allowed infer.model, --model or, for exec, BELAY_MODEL")
 	l.demand(c != "serve" || l.expectTemplate != "" && l.expectCtx > 0 && l.expectSlots > 0, "serve needs [expect]: see %s probe", l.program)
 	l.demand(max(l.slotMain, l.slotBackground) < slots && (l.slotMain != l.slotBackground || slots == 1),
@@ -426,9 +429,9 @@ func (l *loader) finish() {
 	// demo plays our own script, and persist asks for the literal flag.
 	l.auto, l.sandbox = l.auto || c == "demo", cmp.Or(keep("danger-full-access", c == "demo"), l.sandbox)
 	l.expectTemplate, l.sandboxFlag = strings.ToLower(l.expectTemplate), c == "demo" || l.inForce[&l.sandbox].where == "--sandbox"
-	l.format = cmp.Or(l.format, keep("json", l.jsonOut), "text")
 	l.timeout, _ = time.ParseDuration(cmp.Or(l.period, "0"))
-	l.maxTokens = cmp.Or(l.maxTokens, map[string]int{"serve": 8192}[c]) // a local model that rambles holds the one slot
+	// A local model that rambles holds the one slot.
+	l.format, l.maxTokens = cmp.Or(l.format, keep("json", l.jsonOut), "text"), cmp.Or(l.maxTokens, map[string]int{"serve": 8192}[c])
 }
 
 // findServer checks the place that is asked, and decides with which key. A binding given as a flag
@@ -560,7 +563,7 @@ func parseTOML(data []byte, each func(name string, v any, line int)) (map[string
 		_, again := values[name]
 		switch {
 		case err != nil || strings.Count(name, ".") > 1:
-			return nil, fmt.Errorf("%d: found neither [TABLE] nor KEY = VALUE; supported are quoted texts, 64-bit numbers, true, false and lists of these", line)
+			return nil, fmt.Errorf("%d: found neither [TABLE] nor KEY = VALUE; supported are tables of one level, quoted texts, 64-bit numbers, true, false and lists of these", line)
 		case again || inTable && values[table] != nil:
 			// A table is made once: by its header, or by dotted keys above all headers.
 			return nil, fmt.Errorf("%d: found %s a second time", line, name)

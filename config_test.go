@@ -397,7 +397,7 @@ env_keep = ["a b"]
 		file + ":7: infer.base_url: found infer.socket as well, allowed one of them",
 		file + ":9: slots.main: found 200, allowed an integer from 0 to 127",
 		file + ":10: nonsense: found an unknown name, allowed infer.socket infer.wait_for_server ",
-		file + ":12: limits.poll_ms: found 1.5, allowed an integer from 10 to 60000",
+		file + ":12: limits.poll_ms: found 1.5, allowed an integer without point or exponent from 10 to 60000",
 		file + ":13: limits.retry_backoff_ms: found [1,2,3,4,5,6,7,8,9,10,11], allowed a list of at most 10",
 		file + `:15: exec.sandbox: found "none", allowed text that matches read-only|workspace-write|`,
 		file + ":16: exec.network: found 0, allowed true or false",
@@ -485,7 +485,7 @@ func TestCommandLine(t *testing.T) {
 		"exec --timeout -1s x": "--timeout: found \"-1s\", allowed a duration", "exec --timeout 5 x": "--timeout", "exec --sandbox full x": `--sandbox: found "full", allowed text that matches read-only|workspace-write|`, "exec --output-format xml x": `--output-format: found "xml", allowed text that matches text|json|stream-json`,
 		"exec --json --output-format text x": "--json: found --output-format text", "exec --json --output-format stream-json x": "--json: found --output-format", "exec --record a --replay b x": "--record: found --replay", "exec --auto=maybe x": `--auto: found "maybe", allowed true or false`,
 		"--auto exec x": "not defined: --auto; see belay help", "serve --auto": "not defined: --auto; see belay help", "exec --now x": "not defined: --now; see belay help", "exec --session s x": "not defined: --session; see belay help", "config --json": "not defined: --json; see belay help",
-		"exec --set x": "--set x: found an unknown name, allowed infer.socket", "exec --set infer.nope=1 x": "infer.wait_for_server", "exec --set infer=1 x": "--set infer: found an unknown name", "exec --set infer.model=1 x": "--set infer.model: found 1, allowed", "exec --set infer.model=\"x y": "--set infer.model: found 3 bytes of text, allowed",
+		"exec --set x": "--set: found no =, allowed KEY=VALUE", "exec --set infer.nope=1 x": "infer.wait_for_server", "exec --set infer=1 x": "--set infer: found an unknown name", "exec --set infer.model=1 x": "--set infer.model: found 1, allowed", "exec --set infer.model=\"x y": "--set infer.model: found 3 bytes of text, allowed",
 		"exec --set limits.max_turns=x y": `--set limits.max_turns: found "x"`, "exec --record= x": "--record: found \"\"",
 		"cancel": "cancel: found 0 operands", "cancel a b": "cancel: found 2 operands", "status x": "status: found 1 operands", "services start x": "services: found 2 operands", "services stop": "services: found 1 operands", "help nope": "help: found 1 operands",
 		"exec --workspace /nonexistent x": "paths.workspace: /nonexistent is not a directory", "exec -C /etc/passwd x": "not a directory", "exec --writable / x": "exec.writable: found [\"/\"], allowed nothing that holds / or ", "exec --home /a/b --writable /a x": "exec.writable: found [\"/a\"], allowed", "exec --home /a --writable /a x": "exec.writable: found [\"/a\"],",
@@ -706,5 +706,31 @@ func TestReplayNeedsNoKey(t *testing.T) {
 	c := mustLoad(t, []string{"OPENAI_API_KEY=o", "BELAY_BASE_URL=https://h"}, "exec", "--replay", "f", "x")
 	if c.key.reveal() != "" || c.keyNote != "" || c.url != "https://h/v1/chat/completions" {
 		t.Errorf("key %q, note %q, URL %q", c.key.reveal(), c.keyNote, c.url)
+	}
+}
+
+// What a message has to say beside the bare fact, and what it must not repeat.
+func TestUsageErrorsHelp(t *testing.T) {
+	dir := t.TempDir()
+	keyFile := writeConfig(t, dir+"/key", "k", 0o600)
+	for args, want := range map[string]string{
+		"--set sk-secret exec x":                      "--set: found no =, allowed KEY=VALUE",
+		"--set infer.model exec x":                    "--set: found no =, allowed KEY=VALUE",
+		"--set limits.max_turns=2.0 exec x":           "found 2, allowed an integer without point or exponent from 1 to 2147483647",
+		"exec --max-turns 1e3 x":                      "found 1000, allowed an integer without point or exponent from 1",
+		"--set infer.seed=9223372036854775808 exec x": "allowed an integer from -9223372036854775808 to 9223372036854775807",
+		"--set slots.mian=1 exec x":                   "--set slots.mian: found an unknown name, allowed slots.main slots.background",
+		"--auto exec x":                               "a command's own flags stand after it",
+		"exec --model=m --base-url=https://h --set infer.api_key_file=" + keyFile + "/x x": "not a directory",
+		"exec --model=m --base-url=https://h --set infer.api_key_file=" + dir + " x":       "is a directory",
+	} {
+		wantUsage(t, nil, strings.Fields(args), want)
+		if _, err := loadArgs(t, nil, strings.Fields(args)...); strings.Contains(fmt.Sprint(err), "secret") || strings.Contains(args, "slots") && strings.Contains(fmt.Sprint(err), "limits") {
+			t.Errorf("%s: %v", args, err)
+		}
+	}
+	wantUsage(t, []string{"BELAY_HOME=rel"}, []string{"status"}, "set HOME or BELAY_HOME to an absolute path")
+	if _, err := readTOML([]byte("[a.b]")); !strings.Contains(fmt.Sprint(err), "tables of one level") {
+		t.Error(err)
 	}
 }
