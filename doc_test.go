@@ -3,6 +3,8 @@
 package main
 
 import (
+	"cmp"
+	"encoding/json"
 	"fmt"
 	"go/ast"
 	"maps"
@@ -10,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"reflect"
 	"regexp"
 	"runtime"
 	"slices"
@@ -185,7 +188,7 @@ func TestDocumentsNameTestsThatExist(t *testing.T) {
 	for _, name := range names {
 		all += document(t, name)
 	}
-	for _, doc := range []string{"README.md", "AUDIT.md", "SECURITY.md", "docs/runbook.md", "docs/protocol.md"} {
+	for _, doc := range []string{"README.md", "AUDIT.md", "SECURITY.md", "docs/configuration.md", "docs/runbook.md", "docs/protocol.md"} {
 		for _, name := range regexp.MustCompile(`\b(?:Test|Fuzz|Benchmark)[A-Z]\w*|\b\w+_test\.go\b`).FindAllString(document(t, doc), -1) {
 			if strings.HasSuffix(name, ".go") && !slices.Contains(names, name) || !strings.HasSuffix(name, ".go") && !strings.Contains(all, "\nfunc "+name+"(") {
 				t.Errorf("%s names %s, which does not exist", doc, name)
@@ -389,4 +392,59 @@ func TestReleaseBuildNamesItsCommit(t *testing.T) {
 	if want := "commit " + strings.TrimSpace(string(head)); err != nil || !strings.Contains(string(out), want) || !strings.Contains(string(out), runtime.Version()) {
 		t.Errorf("belay version prints %q, without %q or the version of Go: %v", out, want, err)
 	}
+}
+
+// The page of the settings has each with its bounds, default, flag and variable.
+func TestConfigurationPage(t *testing.T) {
+	page := document(t, "docs/configuration.md")
+	rows := map[string][]string{}
+	for _, m := range regexp.MustCompile("(?m)^\\| (`[a-z]+\\.[^|]*) \\|(.*)\\|$").FindAllStringSubmatch(page, -1) {
+		for name := range strings.SplitSeq(m[1], ", ") {
+			rows[strings.Trim(name, "`")] = strings.Split(m[2], " |")
+		}
+	}
+	l := &loader{config: &config{command: "exec"}, environ: map[string]string{}}
+	known := 0
+	for _, f := range l.schema() {
+		row := rows[f.key]
+		if f.key == "" {
+			continue
+		}
+		if known++; len(row) < 4 {
+			t.Errorf("%s is not in the page", f.key)
+			continue
+		}
+		standard, _ := json.Marshal(f.def)
+		kind := reflect.TypeOf(f.dst).Elem().Kind()
+		want := [][2]string{{row[1], cmp.Or(keep(string(standard), f.def != nil && f.def != "" && !strings.HasPrefix(f.key, "paths.")), " ")}}
+		if bounded := f.hi != 0 && f.hi != math.MaxInt64; bounded {
+			want = append(want, [2]string{row[2], fmt.Sprintf("%d–%d", f.lo, f.hi)})
+		}
+		if f.most > 0 {
+			want = append(want, [2]string{row[2], fmt.Sprintf("at most %d ", f.most)})
+		}
+		want = append(want, [2]string{row[2], keep("true, false", kind == reflect.Bool)})
+		for _, name := range strings.Fields(f.flag) {
+			want = append(want, [2]string{row[3], "-" + name + "`"})
+		}
+		for _, name := range strings.Fields(f.env) {
+			_, kind, many := strings.Cut(name, "_")
+			want = append(want, [2]string{row[3], cmp.Or(keep("`X_"+kind+"`", many && strings.Contains(f.env, " ")), "`"+name+"`")})
+		}
+		for _, w := range want {
+			if !strings.Contains(w[0], w[1]) {
+				t.Errorf("%s: the page has %q, which lacks %q", f.key, w[0], w[1])
+			}
+		}
+		if len(strings.Fields(f.flag+f.env)) == 0 && strings.TrimSpace(row[3]) != "" {
+			t.Errorf("%s has neither flag nor variable: %q", f.key, row[3])
+		}
+	}
+	if known != len(rows) {
+		t.Errorf("%d settings, the page has %d", known, len(rows))
+	}
+	// The example is a file that is taken.
+	_, example, _ := strings.Cut(page, "```toml\n")
+	example, _, _ = strings.Cut(example, "```")
+	mustLoad(t, []string{"MODELS_EXAMPLE_KEY=k"}, "exec", "--config", writeConfig(t, t.TempDir()+"/c.toml", example, 0o644), "x")
 }
