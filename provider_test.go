@@ -302,13 +302,21 @@ func framingNeighbours(t *testing.T) []streamCase {
 	chatter := hanging(neighbour("comments-after-finish-do-not-hold-the-answer", stops("ok"),
 		append([]string{sse(textBit("ok"), endBit("stop"))}, strings.Split(strings.Repeat(": on\n\n|", 30), "|")...)...))
 	chatter.Response.Delay = 200
+	pings := hanging(neighbour("heartbeat-events-after-finish-do-not-hold-the-answer", stops("ok"),
+		append([]string{sse(textBit("ok"), endBit("stop"))}, strings.Split(strings.Repeat(sse(`{"choices":[]}`)+"|", 10)+sse(textBit(" and more")), "|")...)...))
+	pings.Response.Delay = 400
+	packing := func(name, label, body string) streamCase {
+		c := neighbour(name, stops("ok"), body[:1], body[1:])
+		c.Response.Headers = map[string]string{"Content-Type": "text/event-stream", "Content-Encoding": label}
+		return c
+	}
 	typed := func(kind string) streamCase {
 		c := neighbour("stream-labelled-"+kind, stops("ok"), plain)
 		c.Response.Headers = map[string]string{"Content-Type": kind}
 		return c
 	}
 	half := sse(textBit("half"))
-	return []streamCase{zipped, chatter, typed("application/json"), typed("text/plain"), typed("text/html"),
+	return []streamCase{zipped, chatter, pings, packing("gzip-in-capitals", "GZIP", packed.String()), packing("gzip-without-label", "", packed.String()), packing("gzip-undone-by-a-proxy", "gzip", plain), typed("application/json"), typed("text/plain"), typed("text/html"),
 		neighbour("crlf-everywhere", stops("ok"), strings.ReplaceAll(plain, "\n", "\r\n")),
 		neighbour("line-ends-mixed", stops("ok"), "data: "+textBit("o")+"\r\r\ndata: "+textBit("k")+"\n\r\ndata: "+endBit("stop")+"\r\n\ndata: [DONE]\r\r"),
 		neighbour("later-byte-order-mark-is-text", stops("\ufeffok"), sse(textBit("\ufeffok"), endBit("stop"))),

@@ -3,6 +3,7 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"cmp"
 	"compress/gzip"
@@ -56,10 +57,9 @@ const (
 	userStart, emptyTurn = `{"role":"user","content":"`, `{"content":"",`
 )
 
-var (
-	errSilent    = errors.New("nothing arrived within limits.liveness_ms")
-	errReplayEnd = errors.New("the recording holds no further response")
-)
+var errSilent = errors.New("nothing arrived within limits.liveness_ms")
+
+var errReplayEnd = errors.New("the recording holds no further response")
 
 // clientOptions are plain values, set once.
 type clientOptions struct {
@@ -325,13 +325,10 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 		}
 		return c.receive(ctx, cancel, resp, b)
 	}
-	e := &apiError{category: "network", message: err.Error(), retryable: !errors.Is(err, errReplayEnd)}
 	silent := context.Cause(ctx) == errSilent || errors.Is(err, errSilent)
+	e := &apiError{category: map[bool]string{true: "stall", false: "network"}[silent], message: map[bool]error{true: errSilent, false: err}[silent].Error(), retryable: !errors.Is(err, errReplayEnd)}
 	if c.record != nil && (silent || ctx.Err() == nil) { // no response is one too, or a replay would lack its retry; an error shows with the next
 		json.NewEncoder(c.record).Encode(recorded{Body: []recordedPiece{}, End: cmp.Or(map[bool]string{true: "open"}[silent], e.message)})
-	}
-	if silent {
-		e.category, e.message = "stall", errSilent.Error()
 	}
 	if certificate := (*tls.CertificateVerificationError)(nil); errors.As(err, &certificate) {
 		e.message, e.retryable = e.message+"; if the server is right, name the file with its CA in SSL_CERT_FILE", false
@@ -347,7 +344,7 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 	tape := &recorded{Status: resp.StatusCode, End: "open", Headers: http.Header{"Content-Type": h["Content-Type"],
 		"Content-Encoding": h["Content-Encoding"], "Location": h["Location"], "Retry-After": h["Retry-After"], "Retry-After-Ms": h["Retry-After-Ms"]}}
 	reads, until := [][]byte(nil), time.Now().Add(farFuture)
-	src := io.Reader(readerFunc(func(p []byte) (int, error) {
+	wire := bufio.NewReader(readerFunc(func(p []byte) (int, error) {
 		stop := watch(min(c.liveness, time.Until(until)), cancel)
 		n, err := resp.Body.Read(p)
 		stop()
@@ -370,10 +367,10 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 			failed = &apiError{category: "internal", message: "write the recording: " + err.Error()}
 		}
 	}()
-	if strings.Contains(h.Get("Content-Encoding"), "gzip") { // though we asked for identity
-		if plain, err := gzip.NewReader(src); err == nil {
-			src = plain
-		}
+	src, plain := io.Reader(wire), new(gzip.Reader)
+	if magic, _ := wire.Peek(2); string(magic) == "\x1f\x8b" { // though we asked for identity; a proxy may add or take off the label alone
+		plain.Reset(wire) // what fails here fails in the first read
+		src = plain
 	}
 	if resp.StatusCode/100 == 2 {
 		return b.read(src, func() { until = time.Now().Add(c.grace) })
@@ -509,10 +506,10 @@ type partial struct {
 	last         string
 }
 
-// read reads the body of a 2xx. It calls ended after each event that follows a
-// finish reason.
+// read reads the body of a 2xx. It calls ended after a finish reason and after
+// each event that brings more text or calls; heartbeats do not hold the answer.
 func (b *builder) read(src io.Reader, ended func()) *apiError {
-	r := &eventReader{src: src}
+	r, held := &eventReader{src: src}, -1
 	for data, err := range r.events {
 		if err == nil {
 			err = b.event(data, r)
@@ -520,7 +517,8 @@ func (b *builder) read(src io.Reader, ended func()) *apiError {
 		if err != nil {
 			return b.end(err)
 		}
-		if b.reason != "" {
+		if b.reason != "" && b.kept > held {
+			held = b.kept
 			ended()
 		}
 	}
@@ -872,8 +870,7 @@ func retryAfter(h http.Header, now time.Time) (wait time.Duration) {
 	}
 	for i, name := range []string{"Retry-After", "Retry-After-Ms"} {
 		if n, err := strconv.ParseFloat(strings.TrimSpace(h.Get(name)), 64); err == nil && n >= 0 {
-			unit := []time.Duration{time.Second, time.Millisecond}[i]
-			wait = time.Duration(min(n*float64(unit), float64(farFuture)))
+			wait = time.Duration(min(n*[]float64{1e9, 1e6}[i], float64(farFuture)))
 		}
 	}
 	return wait
@@ -990,7 +987,7 @@ func parse(raw []byte) (o object) {
 // get gives the last value under one of keys, nil if there is none.
 func (o object) get(keys ...string) []byte {
 	for i := len(o) - 1; i >= 0; i-- {
-		if slices.ContainsFunc(keys, func(key string) bool { return key == string(o[i].key) }) {
+		if slices.Contains(keys, string(o[i].key)) {
 			return o[i].val
 		}
 	}
@@ -1013,8 +1010,7 @@ func word(raw []byte) string { return cmp.Or(str(raw), strings.Trim(string(raw),
 
 // number gives a count; nil for what is none. Some servers send 12.0 or "12".
 func number(raw []byte) *int64 {
-	f, err := strconv.ParseFloat(word(raw), 64)
-	if err == nil && f >= 0 && f < 1<<53 {
+	if f, err := strconv.ParseFloat(word(raw), 64); err == nil && f >= 0 && f < 1<<53 {
 		return new(int64(f))
 	}
 	return nil
