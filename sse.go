@@ -301,7 +301,7 @@ func (c *client) attempt(ctx context.Context, r *request, body []byte, emit emit
 		failed.message += "; " + c.keyNote
 	}
 	// Some servers repeat the key in their refusal.
-	failed.message = strings.ReplaceAll("POST "+c.where+": "+failed.message, cmp.Or(c.key, "\x00"), "[key]")
+	failed.message = strings.ReplaceAll("POST "+c.where+": "+failed.message, string(c.secret()), "[key]")
 	return nil, failed
 }
 
@@ -336,6 +336,9 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 	return e
 }
 
+// secret is the key, or bytes that no server sends.
+func (c *client) secret() []byte { return []byte(cmp.Or(c.key, "\xff(no key)")) }
+
 // receive reads a response into b and records it. A read ends when nothing
 // arrives within the liveness limit, or within the grace after a finish reason;
 // only time spent waiting counts, so a slow consumer is no stall.
@@ -363,7 +366,8 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 		cancel(nil) // before Close: a stream that may not end is never drained, and the server stops generating
 		resp.Body.Close()
 		tape.Body = redact(reads, c.key)
-		if err := json.NewEncoder(cmp.Or(c.record, io.Discard)).Encode(tape); err != nil {
+		line, _ := json.Marshal(tape) // cannot fail; a header may repeat the key, too
+		if _, err := cmp.Or(c.record, io.Discard).Write(append(bytes.ReplaceAll(line, c.secret(), []byte("[key]")), '\n')); err != nil {
 			failed = &apiError{category: "internal", message: "write the recording: " + err.Error()}
 		}
 	}()
@@ -376,7 +380,7 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 		return b.read(src, func() { until = time.Now().Add(c.grace) })
 	}
 	raw, _ := io.ReadAll(io.LimitReader(src, maxErrorBody)) // a body that breaks off still has its status
-	e := refusal(raw, resp.StatusCode, fmt.Sprintf("%d %s: ", resp.StatusCode, http.StatusText(resp.StatusCode)))
+	e := refusal(bytes.ReplaceAll(raw, c.secret(), []byte("[key]")), resp.StatusCode, fmt.Sprintf("%d %s: ", resp.StatusCode, http.StatusText(resp.StatusCode)))
 	if e.retryAfter = retryAfter(h, time.Now()); e.retryAfter > maxRetryAfter {
 		e.message += "; the server asks to come back after " + time.Now().Add(e.retryAfter).UTC().Format(time.RFC3339)
 	}
@@ -892,18 +896,18 @@ type recordedPiece struct {
 }
 
 // redact gives what was read in the form of a recording, without the key. A body
-// that repeats it loses its read boundaries, where it may be split.
+// that repeats it loses its read boundaries, where it may be split, and its gzip.
 func redact(reads [][]byte, key string) []recordedPiece {
-	if whole := bytes.Join(reads, nil); key != "" && bytes.Contains(whole, []byte(key)) {
+	whole, plain := bytes.Join(reads, nil), new(gzip.Reader)
+	if plain.Reset(bytes.NewReader(whole)) == nil {
+		whole, _ = io.ReadAll(io.LimitReader(plain, maxEvent))
+	}
+	if key != "" && bytes.Contains(whole, []byte(key)) {
 		reads = [][]byte{bytes.ReplaceAll(whole, []byte(key), []byte("[key]"))}
 	}
 	body := []recordedPiece{}
 	for _, p := range reads {
-		if utf8.Valid(p) {
-			body = append(body, recordedPiece{Text: string(p)})
-		} else {
-			body = append(body, recordedPiece{Base64: p})
-		}
+		body = append(body, map[bool]recordedPiece{true: {Text: string(p)}, false: {Base64: p}}[utf8.Valid(p)])
 	}
 	return body
 }

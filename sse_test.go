@@ -6,6 +6,7 @@ import (
 	"bufio"
 	"bytes"
 	"cmp"
+	"compress/gzip"
 	"context"
 	"encoding/base64"
 	"encoding/json"
@@ -1154,6 +1155,52 @@ func TestAReplayIsTheSameAsWhatWasRecorded(t *testing.T) {
 		if _, err := newReplayer([]byte(c.data)); err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: got %v, want %s", c.name, err, c.want)
 		}
+	}
+}
+
+// A server may repeat the key in headers, across reads and compressed.
+func TestARecordingHoldsNoKey(t *testing.T) {
+	const key = "sk-very-secret"
+	body := sseAnswer("your key is " + key)
+	var packed bytes.Buffer
+	z := gzip.NewWriter(&packed)
+	io.WriteString(z, body)
+	if err := z.Close(); err != nil {
+		t.Fatal(err)
+	}
+	inPieces := func(body string, size int, headers ...string) func(http.ResponseWriter) {
+		return func(w http.ResponseWriter) {
+			for pair := range slices.Chunk(headers, 2) {
+				w.Header().Set(pair[0], pair[1])
+			}
+			for piece := range slices.Chunk([]byte(body), size) {
+				w.Write(piece)
+				w.(http.Flusher).Flush()
+			}
+		}
+	}
+	for name, reply := range map[string]func(http.ResponseWriter){
+		"header": sseStatus(302, "", "Location", "https://login.test/?k="+key, "Retry-After", key),
+		"reads":  inPieces(body, 5),
+		"gzip":   inPieces(packed.String(), 5, "Content-Encoding", "gzip"),
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFake(t, reply)
+			var tape bytes.Buffer
+			o := clientOptions{key: key, record: &tape}
+			first := playAll(f.client(o))
+			player, err := newReplayer(tape.Bytes())
+			if err != nil {
+				t.Fatal(err)
+			}
+			o.record, o.transport, o.key = nil, player, ""
+			if again := playAll(f.client(o)); !slices.Equal(again, strings.Split(strings.ReplaceAll(strings.Join(first, "\n"), key, "[key]"), "\n")) {
+				t.Errorf("recorded %q\nreplayed %q", first, again)
+			}
+			if strings.Contains(tape.String(), key) || strings.Contains(tape.String(), "base64") {
+				t.Errorf("the recording: %s", tape.String())
+			}
+		})
 	}
 }
 
