@@ -573,7 +573,7 @@ func (b *builder) value(raw []byte) (err error) {
 	o := parse(raw)
 	choices := parse(o.get("choices"))
 	bad := present(o.get("error")) || present(parse(o.get("base_resp")).get("status_code")) || // MiniMax
-		len(choices) == 0 && (present(o.get("message", "detail")) || string(o.get("type", "object")) == `"error"`)
+		len(choices) == 0 && (present(o.get("message", "detail", "errors", "error_msg")) || string(o.get("type", "object")) == `"error"`)
 	b.addUsage(parse(o.get("usage")))
 	for _, m := range choices {
 		bad = b.choice(parse(m.val)) || bad
@@ -796,7 +796,7 @@ func (b *builder) addUsage(o object) {
 func refusal(raw []byte, status int, prefix string) *apiError {
 	e := &apiError{}
 	e.read(regexp.MustCompile(`(?s)^\s*(?:\w*:[^\n]*\n)*?data:(.*?)(?:\r?\n\r?\n.*)?$`).ReplaceAll(raw, []byte("$1")), 0)
-	e.status, e.said, e.message = cmp.Or(status, e.status), strings.ToLower(e.message+e.said), prefix+e.message
+	e.status, e.said, e.message = cmp.Or(status, e.status), strings.ToLower(e.message+e.said), prefix+cmp.Or(e.message, strings.Join(strings.Fields(strings.ToValidUTF8(string(raw[:min(len(raw), maxMessage)]), "")), " "))
 	e.category, e.retryable = classify(e.status, status == 0, e.said)
 	return e
 }
@@ -821,7 +821,7 @@ func (e *apiError) read(raw []byte, depth int) {
 	}
 	for _, m := range o {
 		switch word := word(m.val); string(m.key) {
-		case "", "choices", "error", "errors", "message", "detail", "msg", "loc", "status_msg", "base_resp", "metadata", "raw", "error_description":
+		case "", "choices", "error", "errors", "message", "detail", "msg", "loc", "status_msg", "base_resp", "metadata", "raw", "error_description", "error_msg", "title":
 			e.read(m.val, depth+1)
 		case "code", "status", "status_code", "type", "param", "error_type", "details":
 			if n, _ := strconv.Atoi(word); n >= 400 && n < 600 {
@@ -847,15 +847,15 @@ func classify(status int, inside bool, said string) (category string, retryable 
 		retryable, applies bool
 	}
 	rules := []rule{
-		{"context_length", false, status == 413 || !slices.Contains([]int{401, 403, 404, 429}, status) && has(`context[_ ](length|size|window)|maximum context|(prompt|input) (is )?too long`)},
-		{"billing", false, status == 402 || !has(`resource_exhausted`) && has(`insufficient[_ ](quota|balance|credit|funds)|credit balance|billing_|payment required|exceeded your current quota`)}, // Gemini says RESOURCE_EXHAUSTED with its quota per minute
-		{"auth", false, status == 401 || status == 403 || vague && has(`invalid[_ ]api[_ ]key|authentication_error|unauthorized|permission_denied`)},
-		{"not_found", false, status == 404 || status == 405 || status/100 == 3 || has(`model_not_found`) || vague && has(`not_found_error|unexpected endpoint`)},
-		{"rate_limit", true, status == 429 || vague && has(`rate[_ ]limit|too many (requests|tokens)|resource_exhausted`)},
+		{"context_length", false, status == 413 || !slices.Contains([]int{401, 403, 404, 429}, status) && has(`context[_ ](length|size|window|limit)|maximum context|(prompt|input) (is )?too long`)},
+		{"billing", false, status == 402 || !has(`resource_exhausted`) && has(`insufficient[_ ](user_)?(quota|balance|credit|funds)|credit balance|billing_|payment required|exceeded your current quota`)}, // Gemini says RESOURCE_EXHAUSTED with its quota per minute
+		{"auth", false, status == 401 || status == 403 || vague && has(`(invalid|incorrect)[_ ]api[_ ]key|authentication[_ ](error|failed)|unauthorized|permission[_ ]denied`)},
+		{"not_found", false, status == 404 || status == 405 || status/100 == 3 || has(`model_not_found`) || vague && has(`not_found_error|unexpected endpoint|\bmodel\b.{1,200}(not found|does not exist)`)},
+		{"rate_limit", true, status == 429 || vague && has(`rate[-_ ]limit|too many (requests|tokens)|resource_exhausted`)},
 		{"bad_request", false, vague && has(`jinja|chat template|must alternate|server flag| --[a-z]`)}, // the model or the server's start is wrong: it will fail again
 		{"server", false, vague && has(`(failed to|unable to|could not|cannot be) load`)},
 		{"overloaded", true, status == 503 || status == 529 || vague && has(`overloaded|loading model|model is loading|at capacity|unavailable|server is busy`)},
-		{"bad_request", false, status == 0 && has(`invalid[_ ]request|bad_?request|invalid_argument`)},
+		{"bad_request", false, status == 0 && has(`invalid[_ ]?(request|argument|parameter)|bad_?request`)},
 		{"stream_error", true, inside && vague},
 		{"server", true, status >= 500 || status == 408 || status == 425},
 		{"unsupported_param", false, has(`unsupported_(parameter|value)|extra_forbidden|\b(stream_options|parallel_tool_calls|temperature|top_p|max_tokens|max_completion_tokens|seed|reasoning_effort)\b`)},
