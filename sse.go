@@ -42,6 +42,7 @@ const (
 	maxErrorBody   = 256 << 10              // bytes read of an error answer or web page
 	maxMessage     = 2000                   // bytes of a server's words shown to the user
 	maxFaultDepth  = 8                      // nesting of an error: array, error, message, detail, list is 5
+	cumulative     = 1000                   // bytes of arguments that no piece repeats by chance
 	callCost       = 256                    // bytes that a call costs beside its text, for the bound on an answer
 	connectTimeout = 30 * time.Second       // for TCP and for TLS; a far host under load takes 10
 	finishGrace    = 2 * time.Second        // wait for usage and sentinel after a finish reason
@@ -502,8 +503,9 @@ type builder struct {
 }
 
 // partial is a call under assembly. Whether its argument pieces were appended,
-// cumulative or repeated shows only at the end: last is the last of pieces that
-// each began with the one before, a NUL once one did not. joined is the whole name.
+// cumulative or repeated shows only at the end, or once they are long: last is the
+// last of pieces that each began with the one before, a NUL once one did not.
+// joined is the whole name.
 type partial struct {
 	call
 	joined, text []byte
@@ -575,8 +577,8 @@ func (b *builder) value(raw []byte) (err error) {
 	bad := present(o.get("error")) || present(parse(o.get("base_resp")).get("status_code")) || // MiniMax
 		len(choices) == 0 && (present(o.get("message", "detail", "errors", "error_msg")) || string(o.get("type", "object")) == `"error"`)
 	b.addUsage(parse(o.get("usage")))
-	for _, m := range choices {
-		bad = b.choice(parse(m.val)) || bad
+	for i, m := range choices {
+		bad = b.choice(parse(m.val), i) || bad
 	}
 	for i := 0; i < len(o) && raw[0] == '[' && err == nil; i++ {
 		err = b.value(o[i].val)
@@ -594,10 +596,12 @@ func (b *builder) value(raw []byte) (err error) {
 	return err
 }
 
-// choice takes one choice, of which only number 0 was asked for. It says
-// whether it carries an error. A later stop does not undo tool_calls or length.
-func (b *builder) choice(o object) bool {
-	if n := word(o.get("index")); n != "" && n != "0" {
+// choice takes one choice, of which only number 0 was asked for; place is its
+// own in the list, for servers that do not number. It says whether it carries an
+// error. A later stop does not undo tool_calls or length. The reasons null and
+// None are those of a server that prints its empty value.
+func (b *builder) choice(o object, place int) bool {
+	if n := strings.TrimSuffix(word(o.get("index")), ".0"); n != "" && n != "0" || n == "" && place > 0 {
 		return false
 	}
 	b.seen = true
@@ -608,7 +612,7 @@ func (b *builder) choice(o object) bool {
 		b.whole = !present(o.get("delta"))
 	}
 	b.addUsage(parse(o.get("usage"))) // Moonshot
-	if reason := str(o.get("finish_reason")); reason != "" && reason != "null" && (b.reason == "" || normal(reason) != "stop") {
+	if reason := strings.TrimSpace(str(o.get("finish_reason"))); reason != "" && !strings.EqualFold(reason, "null") && !strings.EqualFold(reason, "none") && (b.reason == "" || normal(reason) != "stop") {
 		b.reason = reason
 	}
 	return present(o.get("error"))
@@ -619,7 +623,7 @@ func (b *builder) choice(o object) bool {
 // (Mistral). Text after the reason counts: an inner step of a gateway may have
 // said stop. A refusal is text, or the user would see an empty answer.
 func (b *builder) delta(o object) {
-	keys := []string{"reasoning_content", "reasoning"}
+	keys := []string{"reasoning_content", "reasoning", "reasoning_text", "thinking"}
 	if i := slices.IndexFunc(keys, func(key string) bool { return str(o.get(key)) != "" }); i >= 0 {
 		b.reasoningKey = cmp.Or(b.reasoningKey, keys[i])
 		b.hear(&b.thought, "reasoning", str(o.get(keys[i])))
@@ -657,14 +661,15 @@ func (b *builder) hear(to *strings.Builder, kind, s string) {
 }
 
 // call takes a tool call or a piece of one, which belongs to the call with its
-// index, else with its id, else to the last one. It opens a call if there is
-// none, if a name comes with another id, or if it comes with another object
-// after a complete one. Empty and null mean absent; the first id and name stay;
-// arguments are text, or an object that stands for its text.
+// index, else with its id, else to the last one; a nameless piece with a new
+// index belongs to the call with its id, or to the last one without index. It
+// opens a call if there is none, if a name comes with another id, or if it comes
+// with another object after a complete one. Empty and null mean absent; the first
+// id and name stay; arguments are text, or an object that stands for its text.
 func (b *builder) call(o object) {
 	fn := parse(o.get("function"))
-	index, id, name, piece := word(o.get("index")), word(o.get("id")), str(fn.get("name")), word(fn.get("arguments"))
-	p := b.at["\x00"+index]
+	index, id, name, piece := strings.TrimSuffix(word(o.get("index")), ".0"), word(o.get("id")), str(fn.get("name")), word(fn.get("arguments"))
+	p := cmp.Or(b.at["\x00"+index], map[bool]*partial{true: b.at[cmp.Or(id, "\x00")]}[name == ""])
 	if index == "" {
 		p = cmp.Or(b.at[id], b.at[""])
 	}
@@ -678,6 +683,8 @@ func (b *builder) call(o object) {
 	case piece == "":
 	case fn.get("arguments")[0] == '{': // a server that sends objects sends each one whole
 		p.text, p.last = []byte(piece), piece
+	case len(p.last) > cumulative && strings.HasPrefix(piece, p.last): // all of them are kept once, or a file of 100 kB would be 1 GB
+		p.text, p.last, b.kept = []byte(piece), piece, b.kept-len(p.text)
 	case strings.HasPrefix(piece, p.last):
 		p.text, p.last = append(p.text, piece...), piece
 	default:
@@ -704,11 +711,12 @@ func (p *partial) restarts(piece []byte, sameID bool) bool {
 }
 
 // finish gives the call that the pieces mean. Its name is the first piece, or
-// all joined if only that was offered. Its arguments are the first reading that
-// is an object, or nil. cut: the output limit ended the answer, so nothing may
-// be read into missing arguments.
+// all joined if only that was offered; if neither was, all joined unless the
+// first comes again in it: no tool runs, but the refusal says what was meant. Its
+// arguments are the first reading that is an object, or nil. cut: the output limit
+// ended the answer, so nothing may be read into missing arguments.
 func (p *partial) finish(offered []string, cut bool) call {
-	if joined := string(p.joined); !slices.Contains(offered, p.name) && slices.Contains(offered, joined) {
+	if joined := string(p.joined); !slices.Contains(offered, p.name) && (slices.Contains(offered, joined) || strings.Count(joined, p.name) == 1) {
 		p.name = joined
 	}
 	all := bytes.TrimSpace(p.text)
@@ -716,7 +724,7 @@ func (p *partial) finish(offered []string, cut bool) call {
 		all = []byte("{}")
 	}
 	// As appended; after a placeholder; cumulative; with all of it once more at the end.
-	readings := [][]byte{all, bytes.TrimPrefix(all, []byte("{}")), []byte(p.last), bytes.TrimPrefix(all, all[len(all)/2:])}
+	readings := [][]byte{all, bytes.TrimSpace(bytes.TrimPrefix(all, []byte("{}"))), bytes.TrimSpace([]byte(p.last)), bytes.TrimPrefix(all, all[len(all)/2:])}
 	if i := slices.IndexFunc(readings, isObject); i >= 0 {
 		p.args = readings[i]
 	} else if p.args = escapeControls(all); !isObject(p.args) {

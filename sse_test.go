@@ -482,12 +482,17 @@ func TestAnswersOfEveryKind(t *testing.T) {
 		{"usage of zeros is none", sseChunk(`{"content":"a"}`, "stop") + `data: {"choices":[],"usage":{"prompt_tokens":0,"completion_tokens":0}}` + "\n\n", `text="a" finish=stop`},
 		{"usage in the choice", `data: {"choices":[{"delta":{"content":"a"},"finish_reason":"stop","usage":{"prompt_tokens":1,"completion_tokens":2}}]}` + "\n\n", `text="a" finish=stop usage=1/2/<nil>/<nil>`},
 		{"index of a choice as text", `data: {"choices":[{"index":"0","delta":{"content":"a"},"finish_reason":"stop"},{"index":"1","delta":{"content":"b"}}]}` + "\n\n", `text="a" finish=stop`},
+		{"index of a choice as a fraction", `data: {"choices":[{"index":0.0,"delta":{"content":"a"},"finish_reason":"stop"}]}` + "\n\n", `text="a" finish=stop`},
+		{"choices without index", `data: {"choices":[{"delta":{"content":"a"},"finish_reason":"stop"},{"delta":{"content":"b"},"finish_reason":"length"}]}` + "\n\n", `text="a" finish=stop`},
 		// reasoning
+		{"reasoning under other names", sseChunk(`{"reasoning_text":"mu"}`) + sseChunk(`{"thinking":"ll"}`) + sseAnswer("ok"), `text="ok" reasoning="mull" finish=stop`},
 		{"reasoning", sseChunk(`{"reasoning":"mull"}`) + sseAnswer("ok"), `text="ok" reasoning="mull" finish=stop`},
 		{"reasoning alone is empty", sseChunk(`{"reasoning_content":"mull"}`) + sseChunk(`{}`, "stop") + done, `text="" reasoning="mull" error=empty retry=true "the answer has neither text nor tool calls"`},
 		{"thinking as a string", sseChunk(`{"content":[{"type":"thinking","thinking":"mull"},{"type":"text","text":"ok"}]}`) + sseChunk(`{}`, "stop"), `text="ok" reasoning="mull" finish=stop`},
 		// ends
 		{"stop in every chunk", sseChunk(`{"content":"a"}`, "stop") + sseChunk(`{"content":"b"}`, "stop"), `text="ab" finish=stop`},
+		{"the words None and NULL are no reason", sseChunk(`{"content":"a"}`, "None") + sseChunk(`{"content":"b"}`, "NULL") + sseChunk(`{}`, "stop"), `text="ab" finish=stop`},
+		{"the word None alone ends nothing", sseChunk(`{"content":"a"}`, "None"), `text="a" error=truncated retry=true "the answer broke off without a finish reason: EOF"`},
 		{"sentinel without reason", sseChunk(`{"content":"a"}`) + done, `text="a" finish=stop`},
 		{"length", sseChunk(`{"content":"a"}`) + sseChunk(`{}`, "max_tokens") + done, `text="a" finish=length`},
 		{"length then stop", sseChunk(`{"content":"a"}`, "length") + sseChunk(`{}`, "stop") + done, `text="a" finish=length`},
@@ -525,6 +530,14 @@ func TestAnswersOfEveryKind(t *testing.T) {
 		{"extra keys", sseChunk(callDelta(`{"index":0,"id":"a","function":{"name":"ls","arguments":"{}"},"extra_content":{"s":"x"},"z":null}`)) + end, `text="" a:ls({})+extra_content={"s":"x"} finish=tool_calls`},
 		{"message with calls in an event", `data: {"choices":[{"message":{"content":null,"tool_calls":[{"id":"a","function":{"name":"ls","arguments":"{}"}}]},"finish_reason":"tool_calls"}]}` + "\n\n" + done, `text="" a:ls({}) finish=tool_calls`},
 		{"reason tool_calls without calls", sseChunk(`{"content":"a"}`, "tool_calls") + done, `text="a" finish=tool_calls`},
+		{"index changes in continuation", list(`"{\"p\":"`) + sseChunk(callDelta(`{"index":1,"id":"a","function":{"arguments":"1}"}}`)) + end, `text="" a:ls({"p":1}) finish=tool_calls`},
+		{"index comes late", sseChunk(callDelta(`{"id":"a","function":{"name":"ls","arguments":"{\"p\":"}}`)) + sseChunk(callDelta(`{"index":0,"function":{"arguments":"1}"}}`)) +
+			sseChunk(callDelta(`{"id":"b","function":{"name":"rm","arguments":"{\"q\":"}}`)) + sseChunk(callDelta(`{"index":1,"function":{"arguments":"2}"}}`)) + end, `text="" a:ls({"p":1}) b:rm({"q":2}) finish=tool_calls`},
+		{"name after arguments of a second call", list(`"{}"`) + sseChunk(callDelta(`{"index":1,"function":{"arguments":"{\"q\":2}"}}`)) + sseChunk(callDelta(`{"index":1,"id":"b","function":{"name":"rm"}}`)) + end, `text="" a:ls({}) b:rm({"q":2}) finish=tool_calls`},
+		{"index as a fraction", sseChunk(callDelta(`{"index":0.0,"id":"a","function":{"name":"ls","arguments":"{"}}`)) + sseChunk(callDelta(`{"index":0,"function":{"arguments":"}"}}`)) + end, `text="" a:ls({}) finish=tool_calls`},
+		{"placeholder, blank, arguments", list(`"{}"`) + sseChunk(callDelta(`{"index":0,"function":{"arguments":" {\"p\":"}}`)) + sseChunk(callDelta(`{"index":0,"function":{"arguments":"1}"}}`)) + end, `text="" a:ls({"p":1}) finish=tool_calls`},
+		{"cumulative after blanks", list(`" {\"p\":"`) + list(`" {\"p\":1}"`) + end, `text="" a:ls({"p":1}) finish=tool_calls`},
+		{"name in pieces, none offered", sseChunk(callDelta(`{"index":0,"id":"a","function":{"name":"read_","arguments":""}}`)) + sseChunk(callDelta(`{"index":0,"function":{"name":"file","arguments":"{}"}}`)) + end, `text="" a:read_file({}) finish=tool_calls`},
 		// errors inside
 		{"errors in a list", `data: {"errors":[{"message":"boom"}]}` + "\n\n", `text="" error=stream_error retry=true "the answer holds an error: boom"`},
 		{"error_msg", `{"error_code":17,"error_msg":"boom"}`, `text="" error=stream_error retry=true "the answer holds an error: boom"`},
@@ -1257,6 +1270,22 @@ func TestALargeArgumentIsAssembled(t *testing.T) {
 	b := &builder{emit: quiet, ids: map[string]bool{}, at: map[string]*partial{}}
 	if failed := b.read(strings.NewReader(one), func() {}); failed != nil || len(b.calls) != 1 || len(b.calls[0].args) != len(big)+len(`{"d":""}`) {
 		t.Errorf("the call is not whole: %v", failed)
+	}
+}
+
+// Each piece repeats all before it: 60 kB are 225 MB on the way.
+func TestLongCumulativeArgumentsAreKeptOnce(t *testing.T) {
+	args := `{"p":"` + strings.Repeat("x", 60_000) + `"}`
+	b := &builder{emit: quiet, ids: map[string]bool{}, at: map[string]*partial{}}
+	for n := 8; n < len(args)+8; n += 8 {
+		piece := quote(args[:min(n, len(args))])
+		if err := b.value([]byte(bit(`"delta":{"tool_calls":[{"index":0,"id":"a","function":{"name":"ls","arguments":` + piece + `}}]}`))); err != nil {
+			t.Fatalf("after %d bytes: %v", n, err)
+		}
+	}
+	b.reason = "tool_calls"
+	if !b.settle() || len(b.calls) != 1 || string(b.calls[0].args) != args {
+		t.Errorf("got %.200v", b.calls)
 	}
 }
 
