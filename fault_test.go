@@ -281,6 +281,34 @@ func TestNobodyToBeSeen(t *testing.T) {
 	}
 }
 
+// A file system that never answers holds a process so that SIGKILL does not end
+// it: a FUSE server that a command started, a server that went away. The run ends
+// by its signal all the same, and what held on ends with the server.
+func TestFileToolInADirectoryThatHangs(t *testing.T) {
+	ofTheBinary(t)
+	gcc, err := exec.LookPath("gcc")
+	if _, fuse := os.Stat("/dev/fuse"); err != nil || fuse != nil || os.Getuid() != 0 {
+		t.Skip("it needs root, gcc and /dev/fuse")
+	}
+	t.Parallel()
+	hangs := t.TempDir() + "/hangs"
+	if out, err := exec.Command(gcc, "-O1", "-o", hangs, "testdata/hangs.c").CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	server := map[string]any{"command": hangs + " $PWD/mnt; echo no server", "background": true}
+	p := serve(t, calls("Bash", server), bash("until grep -q $PWD/mnt /proc/mounts; do sleep 0.02; done"), calls("Read", map[string]any{"path": "mnt/x"}), say("done"))
+	r := execRun(t, p)
+	needNil(t, os.Mkdir(r.workspace+"/mnt", 0o755))
+	r.inNamespace(`exec "$@"`).start()
+	until(t, "Read has its keeper", deadline, func() bool { return p.count() == 3 && len(keepersOf(r.cmd.Process.Pid)) == 2 })
+	time.Sleep(200 * time.Millisecond) // until it hangs, which no state tells before the kill
+	r.cmd.Process.Signal(syscall.SIGTERM)
+	if code := r.wait(); code != 143 {
+		t.Errorf("exit code %d", code)
+	}
+	until(t, "no process of the run is left", leftWait, func() bool { return len(inDir(r.workspace)) == 0 && !r.keepers() })
+}
+
 // processesOf counts threads too, as the limit does.
 func processesOf(uid int) (n int) {
 	for _, p := range processes() {

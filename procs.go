@@ -270,8 +270,7 @@ func (k *keeper) tell(n note) { json.NewEncoder(k.ctl).Encode(n) }
 // run starts the command and stays until its tree is gone or it may let go,
 // and says which. orders is the rest of what belay sends.
 func (k *keeper) run(spec jobSpec, orders io.ByteReader) (kind string, err error) {
-	attr := &syscall.ProcAttr{Dir: spec.Dir, Env: os.Environ(), Files: []uintptr{0, 1, 2},
-		Sys: &syscall.SysProcAttr{Setsid: true, Pdeathsig: map[bool]syscall.Signal{false: unix.SIGKILL}[spec.Persist]}}
+	attr := &syscall.ProcAttr{Dir: spec.Dir, Env: os.Environ(), Files: []uintptr{0, 1, 2}, Sys: &syscall.SysProcAttr{Setsid: true, Pdeathsig: map[bool]syscall.Signal{false: unix.SIGKILL}[spec.Persist]}}
 	// fork and execve(2) with descriptors 0, 1 and 2 only; an error such as ENOENT is the command's.
 	if k.leader, err = syscall.ForkExec(spec.Argv[0], spec.Argv, attr); err != nil {
 		return "", fmt.Errorf("cannot start %s in %s: %w", spec.Argv[0], spec.Dir, err)
@@ -983,13 +982,15 @@ func end(order syscall.Signal, list ...*job) (left string) {
 
 // file has a keeper do one Read, Write or Edit.
 func (t *jobs) file(ctx context.Context, r *fileRequest) (string, error) {
-	j := &job{cmd: &exec.Cmd{Env: t.env}}
+	j := &job{id: r.Tool, cmd: &exec.Cmd{Env: t.env}}
 	if err := t.launch(j, jobSpec{File: r, Confine: t.confine}); err != nil {
 		return "", err
 	}
-	j.wait(ctx, fileBound)
-	j.cmd.Process.Kill() // an error means that it has exited
-	<-j.gone
+	// A keeper in a directory that hangs (FUSE, NFS) cannot even be killed. Then the end of the run tries again, and names it.
+	if !j.wait(ctx, fileBound) && end(orderKill, j) != "" {
+		t.all = append(t.all, j)
+		return "", fmt.Errorf("%s hangs, so that nothing is known of it", r.Path)
+	}
 	if j.last.Kind != "file" {
 		return "", errors.New(j.last.Text)
 	}
