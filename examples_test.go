@@ -112,7 +112,7 @@ on.workflow_dispatch.inputs.task.description on.workflow_dispatch.inputs.task.re
 jobs jobs.belay jobs.belay.runs-on jobs.belay.timeout-minutes jobs.belay.steps jobs.belay.steps[].uses jobs.belay.steps[].name jobs.belay.steps[].env
 jobs.belay.steps[].env.BELAY_BASE_URL jobs.belay.steps[].env.BELAY_MODEL jobs.belay.steps[].env.BELAY_API_KEY jobs.belay.steps[].env.TASK jobs.belay.steps[].run
 jobs.belay.steps[].if jobs.belay.steps[].with jobs.belay.steps[].with.name jobs.belay.steps[].with.path`,
-		"ci/gitlab.yml": `belay belay.stage belay.image belay.timeout belay.rules belay.rules[].if belay.variables belay.variables.BELAY_BASE_URL belay.variables.BELAY_MODEL
+		"ci/gitlab.yml": `belay belay.stage belay.image belay.image.name belay.image.entrypoint belay.image.entrypoint[] belay.timeout belay.rules belay.rules[].if belay.variables belay.variables.BELAY_BASE_URL belay.variables.BELAY_MODEL
 belay.variables.BELAY_SANDBOX belay.script belay.script[] belay.retry belay.retry.max belay.retry.exit_codes belay.artifacts belay.artifacts.when belay.artifacts.paths`,
 	}
 }
