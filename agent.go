@@ -615,6 +615,9 @@ func source(cfg *config, stdin io.Reader, data []byte) (transport http.RoundTrip
 	if err == nil && cfg.record != "" {
 		record, err = os.OpenFile(cfg.record, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	}
+	if err != nil {
+		err = fmt.Errorf("%s: %w", cmp.Or(keep("--replay", cfg.replay != ""), keep("--record", cfg.record != ""), "the prompt"), err)
+	}
 	return transport, record, err
 }
 

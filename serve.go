@@ -180,7 +180,7 @@ func (u *upstream) await(ctx context.Context) (p serverProps, bad *wireError) {
 	for began, said := time.Now(), ""; ; time.Sleep(u.cfg.poll) {
 		p, bad = u.props(ctx)
 		waits := bad != nil && (bad.Anchor == "server-loading" || u.cfg.waitForServer && bad.Anchor == "server-unreachable")
-		if !waits || time.Since(began) >= u.cfg.loadTimeout {
+		if !waits || ctx.Err() != nil || time.Since(began) >= u.cfg.loadTimeout {
 			return p, bad
 		}
 		if said != bad.Message {

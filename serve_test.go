@@ -548,6 +548,12 @@ func TestServerThatIsNotThere(t *testing.T) {
 	}
 	waiting := loopd(t, d.home, "--set", "infer.wait_for_server=true").start()
 	until(t, "it waits", deadline, func() bool { return strings.Contains(waiting.err.String(), "selftest: waiting") })
+	waiting.cmd.Process.Signal(syscall.SIGTERM)
+	if code := waiting.end(); code != 0 {
+		t.Errorf("code %d of one that was told to end while it waited:\n%s", code, waiting.err.String())
+	}
+	waiting = loopd(t, d.home, "--set", "infer.wait_for_server=true").start()
+	until(t, "it waits", deadline, func() bool { return strings.Contains(waiting.err.String(), "selftest: waiting") })
 	f.start()
 	until(t, "it serves once the server is there", deadline, waiting.answers)
 }
