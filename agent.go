@@ -516,11 +516,9 @@ func (a *agent) bash(ctx context.Context, args *arguments) (r toolResult, err er
 // start runs a command to its end, or starts one that goes on: a task of this
 // run or, if every rule is kept, a pending persistent service.
 func (a *agent) start(ctx context.Context, args *arguments, timeout time.Duration) (r toolResult, err error) {
-	fi, err := os.Stat(args.Path)
 	full := len(a.jobs.list((*job).pending)) >= maxPending
 	broken := cmp.Or(
 		keep("run needs a command", strings.TrimSpace(args.Command) == ""),
-		keep("cwd "+args.Path+" is no directory", err != nil || !fi.IsDir()),
 		keep("persist needs background:true and no stdin", args.Persist && (!args.Background || args.Stdin != nil)),
 		keep("persist is refused: "+a.noServices, args.Persist && a.noServices != ""),
 		keep(fmt.Sprintf("there are %d pending services already, no more are possible", maxPending), args.Persist && full))

@@ -296,17 +296,22 @@ func TestFileToolInADirectoryThatHangs(t *testing.T) {
 		t.Fatalf("%v: %s", err, out)
 	}
 	server := map[string]any{"command": hangs + " $PWD/mnt; echo no server", "background": true}
-	p := serve(t, calls("Bash", server), bash("until grep -q $PWD/mnt /proc/mounts; do sleep 0.02; done"), calls("Read", map[string]any{"path": "mnt/x"}), say("done"))
-	r := execRun(t, p)
-	needNil(t, os.Mkdir(r.workspace+"/mnt", 0o755))
-	r.inNamespace(`exec "$@"`).start()
-	until(t, "Read has its keeper", deadline, func() bool { return p.count() == 3 && len(keepersOf(r.cmd.Process.Pid)) == 2 })
-	time.Sleep(200 * time.Millisecond) // until it hangs, which no state tells before the kill
-	r.cmd.Process.Signal(syscall.SIGTERM)
-	if code := r.wait(); code != 143 {
-		t.Errorf("exit code %d", code)
+	for name, call := range map[string]string{"Read": calls("Read", map[string]any{"path": "mnt/x"}), "cwd": calls("Bash", map[string]any{"command": "pwd", "cwd": "mnt/x"})} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			p := serve(t, calls("Bash", server), bash("until grep -q $PWD/mnt /proc/mounts; do sleep 0.02; done"), call, say("done"))
+			r := execRun(t, p)
+			needNil(t, os.Mkdir(r.workspace+"/mnt", 0o755))
+			r.inNamespace(`exec "$@"`).start()
+			until(t, "the call has its keeper", deadline, func() bool { return p.count() == 3 && len(keepersOf(r.cmd.Process.Pid)) == 2 })
+			time.Sleep(200 * time.Millisecond) // until it hangs, which no state tells before the kill
+			r.cmd.Process.Signal(syscall.SIGTERM)
+			if code := r.wait(); code != 143 {
+				t.Errorf("exit code %d", code)
+			}
+			until(t, "no process of the run is left", leftWait, func() bool { return len(inDir(r.workspace)) == 0 && !r.keepers() })
+		})
 	}
-	until(t, "no process of the run is left", leftWait, func() bool { return len(inDir(r.workspace)) == 0 && !r.keepers() })
 }
 
 // processesOf counts threads too, as the limit does.

@@ -273,7 +273,7 @@ func (k *keeper) run(spec jobSpec, orders io.ByteReader) (kind string, err error
 	attr := &syscall.ProcAttr{Dir: spec.Dir, Env: os.Environ(), Files: []uintptr{0, 1, 2}, Sys: &syscall.SysProcAttr{Setsid: true, Pdeathsig: map[bool]syscall.Signal{false: unix.SIGKILL}[spec.Persist]}}
 	// fork and execve(2) with descriptors 0, 1 and 2 only; an error such as ENOENT is the command's.
 	if k.leader, err = syscall.ForkExec(spec.Argv[0], spec.Argv, attr); err != nil {
-		return "", fmt.Errorf("cannot start %s in %s: %w", spec.Argv[0], spec.Dir, err)
+		return "", fmt.Errorf("cannot start %s with cwd %s: %w", spec.Argv[0], spec.Dir, err)
 	}
 	k.tell(note{Pid: k.leader})
 	// Only now, off the command's critical path: a signal before this point kills the keeper, which is safe.
@@ -736,10 +736,8 @@ func pollFD(fd int, events int16, wait time.Duration) int16 {
 // readerLeft is true when nobody can read fd any more: never of a file.
 func readerLeft(fd int) bool { return pollFD(fd, 0, 0)&(unix.POLLERR|unix.POLLHUP) != 0 }
 
-// takesOneWrite is true when fd takes PIPE_BUF bytes at once, after at most wait.
-func takesOneWrite(fd int, wait time.Duration) bool {
-	return pollFD(fd, unix.POLLOUT, wait) == unix.POLLOUT
-}
+// takesOneWrite is true when fd takes PIPE_BUF bytes at once, after at most d.
+func takesOneWrite(fd int, d time.Duration) bool { return pollFD(fd, unix.POLLOUT, d) == unix.POLLOUT }
 
 // jobOptions: plain values of the configuration.
 type jobOptions struct {
@@ -892,6 +890,7 @@ func (t *jobs) start(command, dir string, stdin *string, log *os.File) (*job, er
 	select {
 	case j.pid = <-j.said:
 	case <-time.After(startBound):
+		t.all = append(t.all, j) // if it is left now, the end of the run tries again and names it
 		return nil, fmt.Errorf("the keeper did not start the command within %s, so it was killed; what is left: %q", startBound, end(orderKill, j))
 	}
 	if j.pid == 0 {
