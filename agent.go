@@ -188,15 +188,14 @@ func (p *printer) show(format string, args ...any) {
 // print takes the events of a run but the last ones. The text format shows some
 // fields of some kinds, on indented lines.
 func (p *printer) print(ctx context.Context, kind string, pairs ...any) {
-	whole := jsonObject(pairs...)
-	get := func(key string) string { return word(parse(whole).get(key)) }
+	get := func(key string) string { return word(parse(jsonObject(pairs...)).get(key)) } // not before the switch: most events are text
 	switch {
 	case p.format == "stream-json":
 		p.write(ctx, encodeEvent(kind, pairs...)) // an error has ended the run
 	case kind == "tool_use":
 		p.running.Store(new(oneLine(get("name") + " " + get("input"))))
 	case kind == "tool_result":
-		p.tools = append(p.tools, whole)
+		p.tools = append(p.tools, jsonObject(pairs...))
 		p.show("%s in %s ms: %s%s", get("status"), get("duration_ms"), *p.running.Swap(nil), keep("\n"+oneLine(get("output")), get("status") == "error"))
 	case kind == "retry", kind == "notice":
 		p.show("%s: %s", kind, get("message")+get("error"))

@@ -211,7 +211,12 @@ func lineEnds(_ context.Context, body io.Reader) (n int, err error) {
 func withBelay(ctx context.Context, body io.Reader) (n int, err error) {
 	c := newClient(clientOptions{url: "http://memory/v1/chat/completions", model: "m", liveness: silence,
 		transport: roundTripper(func(r *http.Request) (*http.Response, error) { return doer{body}.Do(r) })})
-	_, err = c.complete(ctx, &request{messages: []json.RawMessage{userMessage("hi")}, learned: &learned{}}, sink{text: func(s string) { n += len(s) }})
+	count := func(kind string, pairs ...any) {
+		if kind == "content" {
+			n += len(pairs[1].(string))
+		}
+	}
+	_, err = c.complete(ctx, &request{messages: []json.RawMessage{userMessage("hi")}, learned: &learned{}}, count)
 	return n, err
 }
 
