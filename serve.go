@@ -679,6 +679,9 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 	err := json.Unmarshal(e.Msg, &r)
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	if d.peers == nil { // nothing is taken any more, or bye would never come: it comes last
+		return e.ID, nil
+	}
 	if p.open[e.ID] != nil { // the open request is still to get its one final frame
 		return 0, newWireError(codeDuplicateID, fmt.Sprintf("the id %d belongs to an open request", e.ID))
 	}
