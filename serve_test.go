@@ -228,15 +228,15 @@ func (d *testDaemon) end() int {
 	return d.cmd.ProcessState.ExitCode()
 }
 
-// signalToTheEnd sends SIGTERM until the daemon has ended.
-func (d *testDaemon) signalToTheEnd(what string) {
-	d.t.Helper()
-	until(d.t, what, deadline, func() bool {
-		d.cmd.Process.Signal(syscall.SIGTERM)
+// signalToTheEnd sends a signal to a process until it has ended.
+func signalToTheEnd(t testing.TB, what string, p *os.Process, sig syscall.Signal, waited <-chan struct{}) {
+	t.Helper()
+	until(t, what, deadline, func() bool {
+		p.Signal(sig)
 		select {
-		case <-d.waited:
+		case <-waited:
 			return true
-		case <-time.After(100 * time.Millisecond):
+		case <-time.After(50 * time.Millisecond):
 			return false
 		}
 	})
@@ -878,7 +878,7 @@ func TestSignalsAfterTheFirst(t *testing.T) {
 	d.cmd.Process.Signal(syscall.SIGTERM)
 	until(t, "it drains", deadline, func() bool { return d.status().Phase == "draining" })
 	// Within a second a signal counts as the same one: it is sent until it counts as the next.
-	d.signalToTheEnd("the second signal cancels")
+	signalToTheEnd(t, "the second signal cancels", d.cmd.Process, syscall.SIGTERM, d.waited)
 	w.want(1, "resultinterrupted")
 	if recs := d.journal("s"); recs[len(recs)-1].Stop != "interrupted" {
 		t.Errorf("%+v", recs)
@@ -903,7 +903,7 @@ func TestTheThirdSignalKillsAndLeaves(t *testing.T) {
 		}
 	}
 	// Within a second a signal counts as the one before it: it is sent until all three have come.
-	d.signalToTheEnd("the third signal ends the daemon")
+	signalToTheEnd(t, "the third signal ends the daemon", d.cmd.Process, syscall.SIGTERM, d.waited)
 	if code := d.end(); code != 143 {
 		t.Errorf("code %d, want 143\n%s", code, d.err.String())
 	}
@@ -1562,15 +1562,7 @@ func TestClientCommands(t *testing.T) {
 	r = d.client("turn", "--json", "--session", "long2", "x").start()
 	until(t, "the turn runs", deadline, func() bool { return f.count("turn") == 5 })
 	d.cmd.Process.Signal(syscall.SIGSTOP)
-	until(t, "the second signal leaves", deadline, func() bool {
-		r.cmd.Process.Signal(syscall.SIGINT)
-		select {
-		case <-r.waited:
-			return true
-		case <-time.After(50 * time.Millisecond):
-			return false
-		}
-	})
+	signalToTheEnd(t, "the second signal leaves", r.cmd.Process, syscall.SIGINT, r.waited)
 	d.cmd.Process.Signal(syscall.SIGCONT)
 	if r.wait(); r.cmd.ProcessState.Sys().(syscall.WaitStatus).Signal() != syscall.SIGINT { // 130 in a shell
 		t.Errorf("%v", r.cmd.ProcessState)
