@@ -305,17 +305,12 @@ type agent struct {
 	noServices string // why persist is refused here, "" if it is not
 
 	// owned by the goroutine of run
-	history          []message
-	learned          learned
-	turns, toolCalls int
-	total            [4]*int64 // input, output, cached, reasoning tokens, as reported
-}
-
-// message is one of the history: what is sent, byte for byte.
-type message struct {
-	raw    json.RawMessage
-	callID string // of a tool's result that is whole
-	turn   int
+	history   []json.RawMessage // what is sent, byte for byte
+	asked     []int             // for each model call the length that the history had
+	short     int               // results before this place in the history are left out already
+	learned   learned
+	toolCalls int
+	total     [4]*int64 // input, output, cached, reasoning tokens, as reported
 }
 
 // newAgent makes the conversation of a configuration, for exec and serve.
@@ -331,7 +326,7 @@ func newAgent(cfg *config, t *jobs, transport http.RoundTripper, tape io.Writer,
 
 // add takes a message into the history and the journal.
 func (a *agent) add(rec record) error {
-	a.history = append(a.history, message{raw: rec.Message, callID: rec.Call, turn: a.turns})
+	a.history = append(a.history, rec.Message)
 	return a.journal(rec)
 }
 
@@ -340,12 +335,12 @@ func (a *agent) add(rec record) error {
 func (a *agent) run(ctx context.Context) (answer string, err error) {
 	for lengths := 0; ; {
 		switch most := a.cfg.maxTotalTokens; {
-		case a.turns >= a.cfg.maxTurns:
-			return "", failed("budget_exhausted", "%d model calls (--max-turns) are spent and the model wants more", a.turns)
+		case len(a.asked) >= a.cfg.maxTurns:
+			return "", failed("budget_exhausted", "%d model calls (--max-turns) are spent and the model wants more", len(a.asked))
 		case most > 0 && value(a.total[0])+value(a.total[1]) >= most:
 			return "", failed("budget_exhausted", "the %d tokens of limits.max_total_tokens are spent and the model wants more", most)
 		}
-		a.turns++
+		a.asked = append(a.asked, len(a.history))
 		r, err := a.ask(ctx)
 		switch lengths++; {
 		case err != nil:
@@ -382,16 +377,12 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 // ask makes one model call. A history that is too long for the server is
 // shortened twice at most: by half, then by all that may go.
 func (a *agent) ask(ctx context.Context) (*reply, error) {
-	request := &request{extra: a.extra, learned: &a.learned}
+	request := &request{messages: a.history, extra: a.extra, learned: &a.learned} // shorten works in the same array
 	if a.jobs != nil {
 		request.tools = json.RawMessage(toolSchemas)
 		_, request.offered = toolOf("")
 	}
 	for half := true; ; half = false {
-		request.messages = nil
-		for _, m := range a.history {
-			request.messages = append(request.messages, m.raw)
-		}
 		began := time.Now()
 		r, err := a.client.complete(ctx, request, a.emit)
 		api, told := errors.AsType[*apiError](err)
@@ -419,25 +410,30 @@ func (a *agent) account(u *usage, took time.Duration) {
 			a.total[i] = new(value(a.total[i]) + *n)
 		}
 	}
-	a.emit("turn_usage", "turn", a.turns, "input_tokens", u.input, "output_tokens", u.output, "cached_tokens", u.cached, "reasoning_tokens", u.reasoning, "duration_ms", took.Milliseconds())
+	a.emit("turn_usage", "turn", len(a.asked), "input_tokens", u.input, "output_tokens", u.output, "cached_tokens", u.cached, "reasoning_tokens", u.reasoning, "duration_ms", took.Milliseconds())
 }
+
+// resultOf gives the id of the call that a message answers, "" if it is none.
+func resultOf(message json.RawMessage) string { return str(parse(message).get("tool_call_id")) }
 
 // shorten replaces tool results by a note of their size, but those of the newest
 // two turns: the older half of them, or all. False: nothing to shorten.
 func (a *agent) shorten(half bool) bool {
-	var old []*message
-	for i := range a.history {
-		if m := &a.history[i]; m.callID != "" && m.turn < a.turns-2 {
-			old = append(old, m)
+	var old []int
+	for i := a.short; i < a.asked[max(len(a.asked)-3, 0)]; i++ {
+		if resultOf(a.history[i]) != "" {
+			old = append(old, i)
 		}
 	}
 	if half {
 		old = old[:(len(old)+1)/2]
 	}
 	names := ""
-	for _, m := range old {
-		names += " " + m.callID
-		m.raw, m.callID = toolMessage(m.callID, fmt.Sprintf("[this result of %d bytes was left out to make room]", len(m.raw))), ""
+	for _, i := range old {
+		id := resultOf(a.history[i])
+		names += " " + id
+		a.history[i] = toolMessage(id, fmt.Sprintf("[this result of %d bytes was left out to make room]", len(a.history[i])))
+		a.short = i + 1
 	}
 	if names != "" {
 		a.emit("notice", "message", "the context is too long for the server; results left out:"+names)
@@ -701,7 +697,7 @@ func (x *execution) converse(ctx context.Context) (err error) {
 	for _, notice := range notices {
 		x.emit("notice", "message", notice)
 	}
-	x.history = []message{{raw: systemMessage(system)}, {raw: userMessage(cfg.prompt)}}
+	x.history = []json.RawMessage{systemMessage(system), userMessage(cfg.prompt)}
 	answer, err := x.run(ctx)
 	if err == nil {
 		err = x.release(ctx, answer)
@@ -835,7 +831,7 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 // format stands alone on stdout; an error is said on stderr.
 func (x *execution) closing(e *ending, answer string, services [][]any) (b []byte) {
 	meta := []any{"status", e.status, "exit_code", e.code, "stop_reason", cmp.Or(e.category, "end"), "error_category", some(e.category), "error", some(e.message),
-		"session_id", x.id, "model", x.cfg.model, "workspace", x.cfg.workspace, "sandbox", x.cfg.sandbox, "turns", x.turns, "tool_calls", x.toolCalls,
+		"session_id", x.id, "model", x.cfg.model, "workspace", x.cfg.workspace, "sandbox", x.cfg.sandbox, "turns", len(x.asked), "tool_calls", x.toolCalls,
 		"input_tokens", x.total[0], "output_tokens", x.total[1], "cached_tokens", x.total[2], "reasoning_tokens", x.total[3], "duration_ms", time.Since(x.began).Milliseconds()}
 	var list []json.RawMessage
 	for _, s := range services {

@@ -944,11 +944,9 @@ func (d *daemon) converse(ctx context.Context, t *turn, j *journal, a *agent) (a
 	a.emit("start", "session_id", t.session, "model", d.cfg.model, "workspace", d.cfg.workspace, "sandbox", d.cfg.sandbox,
 		"network", !a.noNetwork, "version", version())
 	system, _ := systemPrompt(d.cfg, a.jobs) // its notices speak of flags of exec
-	a.history = []message{{raw: systemMessage(system)}}
-	for _, raw := range j.messages {
-		id := str(parse(raw).get("tool_call_id"))
-		a.history = append(a.history, message{raw: raw, callID: id, turn: -2}) // -2: older than any that shorten keeps
-		a.learned.ids[id] = true                                               // servers number their calls anew in each turn
+	a.history = append([]json.RawMessage{systemMessage(system)}, j.messages...)
+	for _, m := range j.messages {
+		a.learned.ids[resultOf(m)] = true // servers number their calls anew in each turn
 	}
 	return a.run(ctx)
 }

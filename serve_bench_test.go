@@ -51,7 +51,7 @@ func BenchmarkServeExecLoop(b *testing.B) {
 	c := newClient(clientOptions{url: "http://localhost/v1/chat/completions", socket: f.path, model: "test-model", liveness: time.Minute})
 	for b.Loop() {
 		a := &agent{cfg: &config{maxTurns: 1}, client: c, emit: func(string, ...any) {}, journal: func(record) error { return nil }, learned: learned{map[string]bool{}, map[string]bool{}}}
-		a.history = []message{{raw: systemMessage("You are belay.")}, {raw: userMessage("x")}}
+		a.history = append(a.history, systemMessage("You are belay."), userMessage("x"))
 		if answer, err := a.run(context.Background()); err != nil || answer != "fine" {
 			b.Fatal(answer, err)
 		}
