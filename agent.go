@@ -301,8 +301,7 @@ type agent struct {
 	extra      map[string]any
 	emit       emitter
 	journal    func(record) error // nothing goes on before it has returned
-	noNetwork  bool
-	noServices string // why persist is refused here, "" if it is not
+	noServices string             // why persist is refused here, "" if it is not
 
 	// owned by the goroutine of run
 	history   []json.RawMessage // what is sent, byte for byte
@@ -313,16 +312,19 @@ type agent struct {
 	total     [4]*int64 // input, output, cached, reasoning tokens, as reported
 }
 
-// newAgent makes the conversation of a configuration, for exec and serve.
-func newAgent(cfg *config, t *jobs, transport http.RoundTripper, tape io.Writer, trace func(string)) *agent {
+// newAgent makes the conversation of a configuration, for exec and serve, who
+// set the rest: tools, if it has any, emit, and where its steps are kept.
+func newAgent(cfg *config, transport http.RoundTripper, tape io.Writer, trace func(string)) *agent {
 	return &agent{
 		client: newClient(clientOptions{url: cfg.url, socket: cfg.socket, header: cfg.keyHeader, key: cfg.key.reveal(), keyNote: cfg.keyNote,
 			model: cfg.model, maxTokens: cfg.maxTokens, temperature: cfg.temperature, topP: cfg.topP, seed: cfg.seed, reasoningEffort: cfg.reasoningEffort,
 			liveness: cfg.liveness, backoff: cfg.backoff, version: version(), transport: transport, record: tape, trace: trace}),
-		cfg: cfg, jobs: t, noNetwork: t != nil && t.confine != nil && !cfg.network, learned: learned{dropped: map[string]bool{}, ids: map[string]bool{}},
-		journal: func(record) error { return nil }, // but for serve
+		cfg: cfg, learned: learned{dropped: map[string]bool{}, ids: map[string]bool{}}, journal: func(record) error { return nil },
 	}
 }
+
+// noNetwork is true where the sandbox keeps commands from it.
+func (a *agent) noNetwork() bool { return a.jobs != nil && a.jobs.confine != nil && !a.cfg.network }
 
 // add takes a message into the history and the journal.
 func (a *agent) add(rec record) error {
@@ -576,7 +578,7 @@ func (a *agent) report(j *job, late string) toolResult {
 		r.text += keep(fmt.Sprintf("\n(%d processes that the command had left running were ended; use background:true for work that goes on)", j.last.Strays), j.last.Strays > 0)
 		r.text += leftOver(j.last.Left)
 	}
-	r.text += keep("\nnetwork is off in this sandbox, loopback included (belay --network)", a.noNetwork && r.category == "exit_status")
+	r.text += keep("\nnetwork is off in this sandbox, loopback included (belay --network)", a.noNetwork() && r.category == "exit_status")
 	return r
 }
 
@@ -635,8 +637,12 @@ func runExec(ctx context.Context, cfg *config, h *host, interrupts []interrupt, 
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
 	p := &printer{format: cfg.format, stdout: stdout, stderr: stderr, fail: fail, writing: make(chan struct{}, 1)}
-	x := &execution{printer: p, own: &jobs{host: h}, interrupts: interrupts, id: randomHex() + randomHex(), began: time.Now()}
-	var offered *jobs
+	var trace func(string)
+	if cfg.verbose {
+		trace = func(s string) { p.say("%s: %s", cfg.program, s) }
+	}
+	x := &execution{agent: newAgent(cfg, transport, record, trace), printer: p, own: &jobs{host: h}, interrupts: interrupts, id: randomHex() + randomHex(), began: time.Now()}
+	x.emit = func(kind string, pairs ...any) { p.print(ctx, kind, pairs...) }
 	if cfg.auto {
 		t, err := newJobs(h, toolOptions(cfg, x.id))
 		if err != nil {
@@ -644,14 +650,8 @@ func runExec(ctx context.Context, cfg *config, h *host, interrupts []interrupt, 
 			return 1
 		}
 		defer t.close()
-		x.own, offered = t, t
+		x.own, x.jobs = t, t
 	}
-	var trace func(string)
-	if cfg.verbose {
-		trace = func(s string) { p.say("%s: %s", cfg.program, s) }
-	}
-	x.agent = newAgent(cfg, offered, transport, record, trace)
-	x.emit = func(kind string, pairs ...any) { p.print(ctx, kind, pairs...) }
 	var watch sync.WaitGroup
 	// owner: runExec; ends when ctx does; joined by watch
 	watch.Go(func() { x.supervise(ctx) })
@@ -689,15 +689,12 @@ func (x *execution) supervise(ctx context.Context) {
 // error like another: the teardown comes after it.
 func (x *execution) converse(ctx context.Context) (err error) {
 	defer caught(&err)
-	cfg := x.cfg
-	x.emit("start", "session_id", x.id, "model", cfg.model, "workspace", cfg.workspace, "sandbox", cfg.sandbox, "network", !x.noNetwork, "version", version())
-	x.noServices = cmp.Or(keep("it needs --sandbox danger-full-access on the command line", !cfg.sandboxFlag || cfg.sandbox != "danger-full-access"),
+	x.noServices = cmp.Or(keep("it needs --sandbox danger-full-access on the command line", !x.cfg.sandboxFlag || x.cfg.sandbox != "danger-full-access"),
 		keep("belay is PID 1 here, so its exit would end the service", x.own.host.pid == 1))
-	system, notices := systemPrompt(cfg, x.jobs)
-	for _, notice := range notices {
+	for _, notice := range x.begin(x.id) {
 		x.emit("notice", "message", notice)
 	}
-	x.history = []json.RawMessage{systemMessage(system), userMessage(cfg.prompt)}
+	x.history = append(x.history, userMessage(x.cfg.prompt))
 	answer, err := x.run(ctx)
 	if err == nil {
 		err = x.release(ctx, answer)
@@ -705,10 +702,13 @@ func (x *execution) converse(ctx context.Context) (err error) {
 	return err
 }
 
-// systemPrompt is constant for a run, so that the server's prefix cache holds.
-// With it come the notices for the user about what is not in force.
-func systemPrompt(cfg *config, t *jobs) (text string, notices []string) {
-	text = fmt.Sprintf("You are belay, a coding agent that works without a person at hand. Do the task, check it, and answer with what you did.\n"+
+// begin says who starts, and begins the history with the system prompt, which is
+// constant for a run, so that the server's prefix cache holds. It gives notices
+// for the user of exec about what is not in force.
+func (a *agent) begin(session string) (notices []string) {
+	cfg, t := a.cfg, a.jobs
+	a.emit("start", "session_id", session, "model", cfg.model, "workspace", cfg.workspace, "sandbox", cfg.sandbox, "network", !a.noNetwork(), "version", version())
+	text := fmt.Sprintf("You are belay, a coding agent that works without a person at hand. Do the task, check it, and answer with what you did.\n"+
 		"Workspace: %s\nPlatform: linux/%s\nDate: %s\n", cfg.workspace, runtime.GOARCH, time.Now().Format(time.DateOnly))
 	notices = []string{cfg.keyNote, keep("no tools are offered: --auto lets the model run commands", t == nil)}
 	if t != nil {
@@ -724,7 +724,8 @@ func systemPrompt(cfg *config, t *jobs) (text string, notices []string) {
 		text += keep("\nAGENTS.md of the workspace:\n"+agents+"\n", agents != "")
 		notices = append(notices, notice)
 	}
-	return text + cfg.appendPrompt, slices.DeleteFunc(notices, func(s string) bool { return s == "" })
+	a.history = []json.RawMessage{systemMessage(text + cfg.appendPrompt)}
+	return slices.DeleteFunc(notices, func(s string) bool { return s == "" })
 }
 
 // agentsFile reads AGENTS.md. The workspace is not trusted: a link must not
@@ -890,13 +891,12 @@ func caught(err *error) {
 // for one turn at a time, since only the turn with the main slot has any.
 type toolbox struct {
 	host *host
-	cfg  *config
 	lack error // why no tools are offered
 }
 
 func newToolbox(cfg *config) (*toolbox, error) {
 	h, err := newHost()
-	b := &toolbox{h, cfg, errors.New("paths.workspace is not set")}
+	b := &toolbox{h, errors.New("paths.workspace is not set")}
 	if cfg.workspace != "" {
 		_, b.lack = planSandbox(toolOptions(cfg, ""), landlockABI())
 	}
@@ -915,11 +915,11 @@ func (b *toolbox) equip(a *agent, run string, say func(string, ...any)) (done fu
 	if b.lack != nil {
 		return func() {}, nil
 	}
-	t, err := newJobs(b.host, toolOptions(b.cfg, run))
+	t, err := newJobs(b.host, toolOptions(a.cfg, run))
 	if err != nil {
 		return nil, err
 	}
-	a.jobs, a.noNetwork = t, t.confine != nil && !b.cfg.network
+	a.jobs = t
 	return func() {
 		if left := leftOver(t.endAll(orderEnd, func(*job) bool { return true })); left != "" {
 			say("turn %s%s", run, left)

@@ -108,7 +108,7 @@ type upstream struct {
 
 // newUpstream takes the client of exec as it is.
 func newUpstream(cfg *config, say func(string, ...any), changed func(*wireError)) *upstream {
-	return &upstream{newAgent(cfg, nil, nil, nil, nil).client, cfg, say, changed}
+	return &upstream{newAgent(cfg, nil, nil, nil).client, cfg, say, changed}
 }
 
 func (u *upstream) RoundTrip(req *http.Request) (*http.Response, error) {
@@ -852,7 +852,7 @@ func (d *daemon) runTurn(ctx context.Context, t *turn, r wireRequest) {
 	if err == nil {
 		if err = j.add(record{Type: recTurnStart, Message: userMessage(r.Content)}); err == nil {
 			t.number = j.turn
-			a, stop, why := newAgent(d.cfg, nil, d.model, nil, nil), "", ""
+			a, stop, why := newAgent(d.cfg, d.model, nil, nil), "", ""
 			answer, failed := d.converse(ctx, t, j, a)
 			final, stop, why = d.outcome(t, a, answer, failed)
 			err = j.endTurn(stop, why)
@@ -941,10 +941,8 @@ func (d *daemon) converse(ctx context.Context, t *turn, j *journal, a *agent) (a
 	a.journal = func(rec record) error { return d.record(j, rec) }
 	a.noServices = "only exec can release a service"
 	a.extra = map[string]any{"id_slot": d.cfg.slotMain, "cache_prompt": true, "return_progress": true}
-	a.emit("start", "session_id", t.session, "model", d.cfg.model, "workspace", d.cfg.workspace, "sandbox", d.cfg.sandbox,
-		"network", !a.noNetwork, "version", version())
-	system, _ := systemPrompt(d.cfg, a.jobs) // its notices speak of flags of exec
-	a.history = append([]json.RawMessage{systemMessage(system)}, j.messages...)
+	a.begin(t.session) // its notices speak of flags of exec
+	a.history = append(a.history, j.messages...)
 	for _, m := range j.messages {
 		a.learned.ids[resultOf(m)] = true // servers number their calls anew in each turn
 	}
