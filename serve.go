@@ -299,12 +299,13 @@ type daemon struct {
 	store          *os.Root
 	model          *upstream
 	say            func(format string, args ...any)
-	stops          chan int       // shutdown requests: the stage that is wanted
+	idle           chan struct{}  // closed when the daemon ends and the last turn is over
 	turning, conns sync.WaitGroup // turns; goroutines of connections and listeners
 
 	mu       sync.Mutex
 	refusal  *wireError // guarded by mu, as is all below: why no turn is taken, nil: they are
 	checking bool
+	stage    int            // of the end: 1 drain, 2 now
 	turns    []*turn        // the first one has the main slot
 	moved    sync.Cond      // on mu: a turn has an event, is over or is to end, or a client has left
 	peers    map[*peer]bool // nil: the daemon ends
@@ -376,9 +377,9 @@ func runServe(cfg *config, stderr io.Writer) (code int, err error) {
 			say("%v; see docs/runbook.md#session-damaged", err)
 		}
 	}
-	d := &daemon{cfg: cfg, say: say, lock: lock, tools: tools, store: store, stops: make(chan int, 1), peers: map[*peer]bool{}}
+	d := &daemon{cfg: cfg, say: say, lock: lock, tools: tools, store: store, idle: make(chan struct{}), peers: map[*peer]bool{}}
 	d.moved.L = &d.mu
-	d.model = newUpstream(cfg, sayTo(stderr, cfg.program+": selftest: "), func(bad *wireError) { d.refuse(bad, 0) })
+	d.model = newUpstream(cfg, sayTo(stderr, cfg.program+": selftest: "), d.changed)
 	lock.note("checking the server") // not by the word that heads the check's lines
 	if bad := d.model.check(starting); starting.Err() != nil {
 		return 0, nil
@@ -401,11 +402,10 @@ func sayTo(stderr io.Writer, start string) func(string, ...any) {
 	return func(format string, args ...any) { fmt.Fprintln(stderr, start+fmt.Sprintf(format, args...)) }
 }
 
-// loop owns the lock, the socket and the stages of the end: 1 drain, 2 now.
+// loop owns the lock and the socket, and hears signals, to the end of the last turn.
 func (d *daemon) loop(signals <-chan os.Signal) int {
-	tick, idle, stage, count, last := time.Tick(d.cfg.poll), make(chan struct{}), 0, 0, time.Time{}
+	tick, count, last := time.Tick(d.cfg.poll), 0, time.Time{}
 	for {
-		order := 0
 		select {
 		case <-tick:
 			d.tools.reap()
@@ -416,7 +416,6 @@ func (d *daemon) loop(signals <-chan os.Signal) int {
 					d.say("%v", err)
 				}
 			}
-		case order = <-d.stops:
 		case sig := <-signals:
 			if time.Since(last) < sameSignal {
 				continue
@@ -427,41 +426,49 @@ func (d *daemon) loop(signals <-chan os.Signal) int {
 				d.tools.killAll()
 				return 128 + int(sig.(syscall.Signal))
 			}
-			order = count // no more than one: systemd sends it after ExecStop, which may have said now
-		case <-idle:
+			d.stop(count) // no more than one: systemd sends it after ExecStop, which may have said now
+		case <-d.idle:
 			d.farewell()
 			return 0
 		}
-		if order <= stage { // a second drain, or the end of drain_ms after a second signal
-			continue
-		}
-		// At first only those that wait for the slot are ended: the one that has it finishes its
-		// step. The refusal comes before the wait, so that no turn is added to what is waited for.
-		d.refuse(errDraining, 2-order)
-		if stage == 0 {
-			time.AfterFunc(d.cfg.drain, func() { d.stops <- 2 })
-			d.lock.note("draining")
-			// owner: loop; ends when the last turn does; joined by idle
-			go func() { d.turning.Wait(); close(idle) }()
-		}
-		stage = order
 	}
 }
 
-// refuse takes no turns from now on and ends those from place on. why is the end
-// of the daemon or a server that is not the one that passed, and which a running
-// turn's history must not reach.
-func (d *daemon) refuse(why *wireError, place int) {
+// stop begins a stage of the end: 1 drain, 2 now. What is not a later stage than
+// that of the moment changes nothing.
+func (d *daemon) stop(stage int) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if why != errDraining && (d.refusal != nil || in("server-unreachable server-loading", why.Anchor)) {
-		return // a check is under way, or the end; or nobody has answered yet
+	if stage <= d.stage {
+		return
 	}
-	if d.refusal = why; why != errDraining {
-		d.recheckLocked()
+	// At first only those that wait for the slot are ended: the one that has it finishes its
+	// step. The refusal comes before the wait, so that no turn is added to what is waited for.
+	d.refuseLocked(errDraining, 2-stage)
+	if d.stage == 0 {
+		time.AfterFunc(d.cfg.drain, func() { d.stop(2) })
+		// owner: daemon; ends when the last turn does; joined by idle
+		go func() { d.lock.note("draining"); d.turning.Wait(); close(d.idle) }()
 	}
+	d.stage = stage
+}
+
+// refuseLocked takes no turns from now on and ends those from place on.
+func (d *daemon) refuseLocked(why *wireError, place int) {
+	d.refusal = why
 	for _, t := range d.turns[min(place, len(d.turns)):] {
 		t.cancel(why)
+	}
+}
+
+// changed is told of a server that is not the one that passed, and which the
+// history of no turn may reach.
+func (d *daemon) changed(bad *wireError) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.refusal == nil && !in("server-unreachable server-loading", bad.Anchor) { // else a check is under way, or the end; or nobody has answered yet
+		d.refuseLocked(bad, 0)
+		d.recheckLocked()
 	}
 }
 
@@ -725,15 +732,10 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 			t.cancel(errCancelled)
 		}
 	case "shutdown":
-		for order := max(1, map[string]int{"now": 2}[r.Mode]); order > 0; {
-			select {
-			case d.stops <- order:
-				order = 0
-			case other := <-d.stops: // it is about to be looked at
-				order = max(order, other)
-			}
+		answer = func() any {
+			d.stop(max(1, map[string]int{"now": 2}[r.Mode]))
+			return &wireReply{Type: "ok"}
 		}
-		answer = &wireReply{Type: "ok"}
 	default:
 		answer = newWireError(codeUnknownMessage, "this daemon knows ping, status, turn, attach, cancel, sessions and shutdown")
 	}
