@@ -344,9 +344,11 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 		}
 		a.asked = append(a.asked, len(a.history))
 		r, err := a.ask(ctx)
-		switch lengths++; {
-		case err != nil:
+		if err != nil {
 			return "", err
+		}
+		lengths++
+		switch {
 		case in("stop tool_calls", r.finish):
 			lengths = 0
 		case r.finish != "length":
@@ -355,7 +357,8 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 		case lengths == maxLengths:
 			return "", failed("length", "%d replies in a row were cut at the output limit; raise infer.max_tokens", lengths)
 		}
-		if answer += r.text; r.text != "" || len(r.calls) > 0 {
+		answer = keep(answer+r.text, len(r.calls) == 0) // what is said before calls is no answer
+		if r.text != "" || len(r.calls) > 0 {
 			rec := record{Type: recAssistant, Message: assistantMessage(r, r.calls)}
 			for _, c := range r.calls {
 				rec.Calls = append(rec.Calls, c.id)
@@ -363,7 +366,7 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 			err = a.add(rec)
 		}
 		for _, c := range r.calls {
-			if answer = ""; err == nil {
+			if err == nil {
 				err = a.call(ctx, c)
 			}
 		}
@@ -387,14 +390,13 @@ func (a *agent) ask(ctx context.Context) (*reply, error) {
 	for half := true; ; half = false {
 		began := time.Now()
 		r, err := a.client.complete(ctx, request, a.emit)
-		api, told := errors.AsType[*apiError](err)
 		switch {
 		case ctx.Err() != nil:
 			return nil, context.Cause(ctx)
 		case err == nil:
 			a.account(r.usage, time.Since(began))
 			return r, nil
-		case !told || api.category != "context_length" || !a.shorten(half):
+		case endingOf(err).category != "context_length" || !a.shorten(half):
 			return nil, err
 		}
 	}
@@ -929,8 +931,6 @@ func (b *toolbox) equip(a *agent, run string, say func(string, ...any)) (done fu
 }
 
 func (b *toolbox) killAll() { b.host.killAll() }
-
-func (b *toolbox) reap() { reap(b.host) }
 
 // reap takes in, as PID 1 of a container, what has died and is nobody's.
 func reap(h *host) {

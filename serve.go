@@ -408,7 +408,7 @@ func (d *daemon) loop(signals <-chan os.Signal) int {
 	for {
 		select {
 		case <-tick:
-			d.tools.reap()
+			reap(d.tools.host)
 			if _, err := os.Lstat(socketPath(d.cfg.home)); errors.Is(err, os.ErrNotExist) {
 				d.lock.unlisten()
 				d.say("%s was deleted and is made again; see docs/runbook.md#socket-path", socketPath(d.cfg.home))
