@@ -190,104 +190,98 @@ func (u *upstream) await(ctx context.Context) (p serverProps, bad *wireError) {
 	}
 }
 
-// selftest is one check of the server. The first thing that is wrong ends ctx,
-// and then nothing more is sent or said: its steps need not look.
-type selftest struct {
-	*upstream
-	ctx  context.Context
-	stop context.CancelFunc
-	bad  *wireError
-}
-
-func (s *selftest) want(bad *wireError) {
-	if s.bad = cmp.Or(s.bad, bad); s.bad != nil {
-		s.stop()
-	}
-}
-
-func (s *selftest) tell(good bool, format string, args ...any) {
-	if s.bad == nil {
-		s.say(keep("warning: ", !good)+format, args...)
-	}
-}
-
 // tokens gives the number of tokens of a text, 0 for an answer that has none.
-func (s *selftest) tokens(text string, special bool) (n int, said string) {
+func (u *upstream) tokens(ctx context.Context, text string, special bool) (n int, said string, bad *wireError) {
 	var r struct{ Tokens []uint32 }
-	_, raw, bad := s.ask(s.ctx, "/tokenize", jsonOf(map[string]any{"content": text, "add_special": false, "parse_special": special}))
-	if s.want(bad); json.Unmarshal(raw, &r) != nil {
-		return 0, string(raw)
+	_, raw, bad := u.ask(ctx, "/tokenize", jsonOf(map[string]any{"content": text, "add_special": false, "parse_special": special}))
+	if json.Unmarshal(raw, &r) != nil {
+		return 0, string(raw), bad
 	}
-	return len(r.Tokens), string(raw)
+	return len(r.Tokens), string(raw), bad
 }
 
 // once sends one completion once: neither a re-send nor a repair, since the
-// check is of this server as it is.
-func (s *selftest) once(what string, slot, limit int, tools string, messages ...json.RawMessage) *reply {
+// check is of this server as it is. The reply and its usage are never nil.
+func (u *upstream) once(ctx context.Context, what string, slot, limit int, tools string, messages ...json.RawMessage) (*reply, *wireError) {
 	r := &request{messages: messages, tools: json.RawMessage(tools), offered: []string{"loop_selftest"},
 		learned: &learned{map[string]bool{}, map[string]bool{}},
 		extra:   map[string]any{"id_slot": slot, "cache_prompt": true, "temperature": 0, "seed": 1, "max_tokens": limit}}
-	body, _ := s.body(r) // of our own making: it can be encoded
-	answer, failed := s.attempt(s.ctx, r, body, func(string, ...any) {})
-	e := cmp.Or(failed, &apiError{})
-	s.want(breach(what, e.message,
+	body, _ := u.body(r) // of our own making: it can be encoded
+	answer, failed := u.attempt(ctx, r, body, func(string, ...any) {})
+	answer, e := cmp.Or(answer, &reply{}), cmp.Or(failed, &apiError{})
+	answer.usage = cmp.Or(answer.usage, &usage{})
+	return answer, breach(what, e.message,
 		rule{"server-auth", e.category == "auth", "the key is refused"},
 		rule{"server-unreachable", in("network stall", e.category), "no answer"},
 		// How the server was started is at fault, not the request.
 		rule{"tool-call-jinja", tools != "" && e.category == "bad_request" && e.status >= 500, "expected a tool call"},
-		rule{"server-error", failed != nil, "expected an answer"}))
-	answer = cmp.Or(answer, &reply{})
-	answer.usage = cmp.Or(answer.usage, &usage{})
-	return answer
+		rule{"server-error", failed != nil, "expected an answer"})
 }
 
 // check is the whole test of a server, in an order in which what is cheap and
-// telling comes first.
-func (u *upstream) check(ctx context.Context) *wireError {
-	ctx, stop := context.WithCancel(ctx)
-	defer stop()
-	s, post := &selftest{u, ctx, stop, nil}, "POST /v1/chat/completions, "
+// telling comes first. What is wrong is said and ends it.
+func (u *upstream) check(ctx context.Context) (bad *wireError) {
+	defer func() {
+		if bad != nil {
+			u.say("%s", bad.Message)
+		}
+	}()
 	p, bad := u.await(ctx)
-	s.want(bad)
+	if bad != nil {
+		return bad
+	}
 	probe := strings.Repeat(probeText, probeRepeats)
 	// Its size in tokens is the measure for turn 1: a server that cuts prompts reads fewer.
-	size, said := s.tokens(probe, false)
-	s.want(breach("POST /tokenize", said, rule{"tokenizer", size == 0 || size > len(probe), fmt.Sprintf("%d tokens, expected 1 to %d", size, len(probe))}))
-	eos, _ := s.tokens(p.EOS, true)
-	s.tell(eos == 1, "POST /tokenize: the end-of-sequence text %.*q has %d tokens, expected 1", saidMax, p.EOS, eos)
-	s.tell(true, "template %.12s, n_ctx %d, slots %d; the probe has %d tokens", templateSum(p.Template), p.Settings.Ctx, p.Slots, size)
+	size, said, bad := u.tokens(ctx, probe, false)
+	bad = cmp.Or(bad, breach("POST /tokenize", said, rule{"tokenizer", size == 0 || size > len(probe), fmt.Sprintf("%d tokens, expected 1 to %d", size, len(probe))}))
+	if bad != nil {
+		return bad
+	}
+	eos, _, bad := u.tokens(ctx, p.EOS, true)
+	if bad != nil {
+		return bad
+	}
+	u.say(keep("warning: ", eos != 1)+"POST /tokenize: the end-of-sequence text %.*q has %d tokens, expected 1", saidMax, p.EOS, eos)
+	u.say("template %.12s, n_ctx %d, slots %d; the probe has %d tokens", templateSum(p.Template), p.Settings.Ctx, p.Slots, size)
 
 	// An agent's whole work goes through structured calls.
-	r := s.once(post+"tool call", u.cfg.slotBackground, callLimit, probeTool,
+	const post = "POST /v1/chat/completions, "
+	r, bad := u.once(ctx, post+"tool call", u.cfg.slotBackground, callLimit, probeTool,
 		systemMessage("You are being tested. Use the tool."), userMessage("Call loop_selftest with the word ready."))
 	c, none := append(r.calls, call{})[0], len(r.calls) == 0
-	s.want(breach(post+"tool call", cmp.Or(c.raw, r.text),
+	bad = cmp.Or(bad, breach(post+"tool call", cmp.Or(c.raw, r.text),
 		rule{"tool-call-cut", r.finish == "length", fmt.Sprintf("the reply was cut at %d tokens, expected a call", callLimit)},
 		rule{"tool-call-unparsed", none && strings.Contains(r.text, "loop_selftest"), "the call came as text, expected it in tool_calls"},
 		rule{"no-tool-call", none, "plain text, expected a call"},
 		rule{"tool-call-arguments", c.args == nil, "expected a JSON object as arguments"}))
+	if bad != nil {
+		return bad
+	}
 	asked := c.name == "loop_selftest" && str(parse(c.args).get("word")) == "ready"
-	s.tell(asked, post+"tool call: called %.*q with %.*q", saidMax, c.name, saidMax, c.args)
+	u.say(keep("warning: ", !asked)+post+"tool call: called %.*q with %.*q", saidMax, c.name, saidMax, c.args)
 
 	// A prompt that the server cuts in silence would cost the agent its instructions.
 	messages := []json.RawMessage{systemMessage(probe), userMessage("Answer with the word one.")}
-	first := s.once(post+"turn 1", u.cfg.slotMain, answerLimit, "", messages...)
+	first, bad := u.once(ctx, post+"turn 1", u.cfg.slotMain, answerLimit, "", messages...)
 	read, text := value(first.usage.input), first.text+first.reasoning
-	s.want(breach(post+"turn 1", "", rule{"prompt-truncated", read < int64(size) || text == "", fmt.Sprintf(
+	bad = cmp.Or(bad, breach(post+"turn 1", "", rule{"prompt-truncated", read < int64(size) || text == "", fmt.Sprintf(
 		"%d bytes of text after %d prompt tokens, expected some text and at least the probe's %d tokens", len(text), read, size)}))
+	if bad != nil {
+		return bad
+	}
 
 	// What every later step does: the same history and a little more. A server that reads all of
 	// it again makes a turn of n steps cost n².
 	messages = append(messages, assistantMessage(first, nil), userMessage("Answer with the word two."))
-	second := s.once(post+"turn 2", u.cfg.slotMain, answerLimit, "", messages...)
+	second, bad := u.once(ctx, post+"turn 2", u.cfg.slotMain, answerLimit, "", messages...)
 	cached := second.usage.cached
 	share := 100 * value(cached) / max(read, 1)
 	line := fmt.Sprintf("%d of turn 1's %d prompt tokens were cached, expected at least %d %%", value(cached), read, goodReuse)
-	s.want(breach(post+"turn 2", "", rule{"no-prefix-cache", cached != nil && share < leastReuse, line + ": each step would read the whole history again"}))
-	if s.tell(share >= goodReuse, post+"turn 2: %s%s", line, keep(", but the server does not count them", cached == nil)); s.bad != nil {
-		s.say("%s", s.bad.Message)
+	bad = cmp.Or(bad, breach(post+"turn 2", "", rule{"no-prefix-cache", cached != nil && share < leastReuse, line + ": each step would read the whole history again"}))
+	if bad == nil {
+		u.say(keep("warning: ", share < goodReuse)+post+"turn 2: %s%s", line, keep(", but the server does not count them", cached == nil))
 	}
-	return s.bad
+	return bad
 }
 
 // daemon serves one home.
