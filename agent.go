@@ -3,6 +3,7 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"cmp"
 	"context"
@@ -55,8 +56,6 @@ type ending struct {
 
 func (e *ending) Error() string { return e.message }
 
-var errReaderLeft error = &ending{141, "interrupted", "interrupted", "the reader of stdout went away"}
-
 func failed(category, format string, args ...any) *ending {
 	return &ending{1, "failed", category, fmt.Sprintf(format, args...)}
 }
@@ -72,8 +71,19 @@ func endingOf(err error) *ending {
 		return &ending{e.code, e.status, e.category, err.Error()}
 	case errors.As(err, &api) && api.retryable:
 		return &ending{75, "failed", api.category, err.Error()}
+	case errors.Is(err, syscall.EPIPE): // of stdout: those of other writes are handed to nobody
+		return &ending{141, "interrupted", "interrupted", fmt.Sprintf("the reader of stdout went away: %v", err)}
 	}
 	return failed(api.category, "%v", err)
+}
+
+// flushed gives the exit code of a command that has printed its lines.
+func flushed(stdout *bufio.Writer, code int) (int, error) {
+	if err := stdout.Flush(); err != nil {
+		e := endingOf(err)
+		return e.code, e
+	}
+	return code, nil
 }
 
 // interrupt is one of the nested signal contexts.
@@ -150,9 +160,6 @@ func (p *printer) write(ctx context.Context, line []byte) (err error) {
 	case err = <-written:
 	case <-ctx.Done():
 		err = context.Cause(ctx)
-	}
-	if errors.Is(err, syscall.EPIPE) {
-		err = errReaderLeft
 	}
 	if err != nil {
 		p.fail(err)
@@ -675,7 +682,7 @@ func (x *execution) supervise(ctx context.Context) {
 		case <-tick:
 		}
 		if readerLeft(int(x.stdout.Fd())) {
-			x.fail(errReaderLeft)
+			x.fail(syscall.EPIPE)
 		}
 		reap(x.own.host)
 		if running := x.running.Load(); running != call {

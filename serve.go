@@ -3,6 +3,7 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"cmp"
 	"context"
@@ -962,7 +963,7 @@ func (d *daemon) record(j *journal, rec record) error {
 // runClient is a command that talks to the daemon: one request, and what comes
 // back for it. With --json each message is a line; else people read it.
 func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err error) {
-	p, path := &printer{stderr: stderr}, socketPath(cfg.home)
+	p, out, path := &printer{stderr: stderr}, bufio.NewWriter(stdout), socketPath(cfg.home)
 	sock, err := net.Dial("unix", path)
 	if err != nil {
 		return 1, fmt.Errorf("no daemon answers at %s: %s; start one with: %s --home %s serve --config FILE; see docs/runbook.md#no-daemon", path, errnoText(err), cfg.program, cfg.home)
@@ -999,26 +1000,26 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err er
 		if e.ID == 2 { // of no interest
 			continue
 		}
-		code = show(p, cfg, stdout, e.Msg, int(interrupted.Load()))
-		if e.Final && (cfg.command != "shutdown" || e.ID == 0 || code != 0) { // a shutdown is over with the daemon's bye
-			return code, nil
+		code, err = flushed(out, showMessage(p, cfg, out, e.Msg, int(interrupted.Load())))
+		if err != nil || e.Final && (cfg.command != "shutdown" || e.ID == 0 || code != 0) { // a shutdown is over with the daemon's bye
+			return code, err
 		}
 	}
 }
 
-// show prints one message, the answer on stdout and the rest beside it, and
+// showMessage prints one message, the answer on stdout and the rest beside it, and
 // gives the exit code that it would end a command with.
-func show(p *printer, cfg *config, stdout io.Writer, msg json.RawMessage, interrupted int) (code int) {
+func showMessage(p *printer, cfg *config, stdout io.Writer, msg json.RawMessage, interrupted int) (code int) {
 	m := parse(msg)
 	get := func(key string) string { return word(m.get(key)) }
 	kind, event := get("type"), m.get("event")
-	switch code = map[string]int{"error": 1, "result": 1}[kind]; {
-	case get("stop") == "end":
-		code = 0
-	case get("stop") == "cancelled" && interrupted > 0:
-		code = interrupted
+	switch {
 	case get("code") == string(codeServerUnavailable):
 		code = 75
+	case get("stop") == "cancelled" && interrupted > 0:
+		code = interrupted
+	case kind == "error" || kind == "result" && get("stop") != "end":
+		code = 1
 	}
 	switch {
 	case cfg.jsonOut:
@@ -1052,6 +1053,7 @@ func runProbe(cfg *config, stdout, stderr io.Writer) (code int, err error) {
 	if cfg.jsonOut {
 		form = `{"template_sha256":%q,"n_ctx":%d,"slots":%d}` + "\n"
 	}
-	fmt.Fprintf(stdout, form, templateSum(p.Template), p.Settings.Ctx, p.Slots)
-	return 0, nil
+	out := bufio.NewWriter(stdout)
+	fmt.Fprintf(out, form, templateSum(p.Template), p.Settings.Ctx, p.Slots)
+	return flushed(out, 0)
 }

@@ -1579,6 +1579,29 @@ func TestClientCommands(t *testing.T) {
 	}
 }
 
+// An answer that nobody can have read is no success: neither on a full disk nor where the reader has left.
+func TestClientsWhoseStdoutCannotBeWritten(t *testing.T) {
+	f := newFakeLlama(t)
+	f.turn = func(int, map[string]any) any { return say("the answer") }
+	d := loopd(t, f.home("")).serving()
+	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+	needNil(t, err)
+	defer full.Close()
+	read, left, err := os.Pipe()
+	needNil(t, err)
+	needNil(t, read.Close())
+	defer left.Close()
+	for _, args := range [][]string{{"status"}, {"sessions", "--json"}, {"turn", "x"}, {"turn", "--json", "x"}, {"probe", "--config", filepath.Join(d.home, "config.toml")}} {
+		for code, stdout := range map[int]*os.File{1: full, 141: left} {
+			r := d.client(args...)
+			r.cmd.Stdout = stdout
+			if got := r.start().wait(); got != code || r.err.Len() == 0 {
+				t.Errorf("%v: code %d, want %d; stderr %q", args, got, code, r.err.String())
+			}
+		}
+	}
+}
+
 func TestProbePrintsWhatServeExpects(t *testing.T) {
 	f := newFakeLlama(t)
 	home := f.home("")
