@@ -969,9 +969,10 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err er
 		return 1, fmt.Errorf("no daemon answers at %s: %s; start one with: %s --home %s serve --config FILE; see docs/runbook.md#no-daemon", path, errnoText(err), cfg.program, cfg.home)
 	}
 	defer sock.Close()
-	send := func(id int64, r *wireRequest) { // what cannot be sent ends in a closed connection, too
-		frame, _ := encodeFrame(clientFrame, id, true, r)
+	send := func(id int64, r *wireRequest) error { // what cannot be written ends in a closed connection, too
+		frame, err := encodeFrame(clientFrame, id, true, r)
 		_, _ = sock.Write(frame)
+		return err
 	}
 	r := &wireRequest{Type: cfg.command, Session: cmp.Or(cfg.session, keep(strings.Join(cfg.args, ""), cfg.command == "cancel")),
 		Content: cfg.prompt, Resume: cfg.resume, Mode: keep("now", cfg.now)}
@@ -983,15 +984,18 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err er
 			p.say("%s: session %s", cfg.program, r.Session)
 		}
 	}
+	if err = send(1, r); err != nil {
+		return 1, err
+	}
 	// owner: runClient; ends when a signal has come, or with the process; joined by neither, since it holds nothing
 	go func() {
 		sig := <-signals
 		signal.Stop(signals) // a second one ends us as it ends any program
 		interrupted.Store(128 + int32(sig.(syscall.Signal)))
 		p.say("%s: cancelling; once more to leave the turn alone", cfg.program)
-		send(2, &wireRequest{Type: "cancel", Session: r.Session})
+		_ = send(2, &wireRequest{Type: "cancel", Session: r.Session}) // which fits into a frame
 	}()
-	for send(1, r); ; {
+	for {
 		e, err := readFrame(sock, clientFrame, func() {})
 		if err != nil {
 			p.say("%s: the daemon closed the connection; see docs/runbook.md#no-daemon", cfg.program)

@@ -1602,6 +1602,16 @@ func TestClientsWhoseStdoutCannotBeWritten(t *testing.T) {
 	}
 }
 
+// A request that no frame can hold is refused by the client: nobody would answer it.
+func TestAPromptThatNoFrameHolds(t *testing.T) {
+	f := newFakeLlama(t)
+	r := loopd(t, f.home("")).serving().client("turn", "--session", "s", "-")
+	r.cmd.Stdin = strings.NewReader(strings.Repeat("x", clientFrame))
+	if r.finish(1); !strings.Contains(r.err.String(), "over the limit of 15728640") {
+		t.Error(r.err.String())
+	}
+}
+
 func TestProbePrintsWhatServeExpects(t *testing.T) {
 	f := newFakeLlama(t)
 	home := f.home("")
