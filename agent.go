@@ -14,6 +14,7 @@ import (
 	"maps"
 	"net/http"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"regexp"
 	"runtime"
@@ -84,6 +85,12 @@ func flushed(stdout *bufio.Writer, code int) (int, error) {
 		return e.code, e
 	}
 	return code, nil
+}
+
+// endSignals gives the signals that end a command. What is ignored at the start,
+// as by nohup, stays ignored.
+func endSignals() []os.Signal {
+	return slices.DeleteFunc([]os.Signal{syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM}, signal.Ignored)
 }
 
 // interrupt is one of the nested signal contexts.

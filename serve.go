@@ -338,11 +338,9 @@ type peer struct {
 func runServe(cfg *config, stderr io.Writer) (code int, err error) {
 	say := sayTo(stderr, cfg.program+": ")
 	signals, starting := make(chan os.Signal, 1), context.Background()
-	for _, sig := range []os.Signal{syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM} {
-		if !signal.Ignored(sig) { // nohup
-			signal.Notify(signals, sig)
-			starting, _ = signal.NotifyContext(starting, sig)
-		}
+	for _, sig := range endSignals() { // one by one: of none, package signal means all
+		signal.Notify(signals, sig)
+		starting, _ = signal.NotifyContext(starting, sig)
 	}
 	debug.SetMemoryLimit(daemonMemory)
 	// Nothing before the lock may touch the home, and nothing but the lock's words may be said:
@@ -978,7 +976,9 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err er
 		Content: cfg.prompt, Resume: cfg.resume, Mode: keep("now", cfg.now)}
 	signals, interrupted := make(chan os.Signal, 1), atomic.Int32{}
 	if cfg.command == "turn" {
-		signal.Notify(signals, syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM)
+		for _, sig := range endSignals() {
+			signal.Notify(signals, sig)
+		}
 		if r.Session == "" {
 			r.Session = fmt.Sprintf("s-%x", time.Now().UnixNano())
 			p.say("%s: session %s", cfg.program, r.Session)

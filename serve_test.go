@@ -1612,6 +1612,24 @@ func TestAPromptThatNoFrameHolds(t *testing.T) {
 	}
 }
 
+func TestNohupOfAClient(t *testing.T) {
+	f := newFakeLlama(t)
+	release := f.held("")
+	d := loopd(t, f.home("")).serving()
+	r := d.client("turn", "--session", "s", "--json", "x")
+	r.cmd.Args = append([]string{"sh", "-c", `trap "" HUP; exec "$0" "$@"`, r.cmd.Path}, r.cmd.Args[1:]...)
+	r.cmd.Path = "/bin/sh"
+	r.start()
+	until(t, "the turn runs", deadline, func() bool { return f.count("turn") == 1 })
+	r.cmd.Process.Signal(syscall.SIGHUP)
+	d.dial().send(1, wireRequest{Type: "attach", Session: "s"}).until("content")
+	time.Sleep(100 * time.Millisecond)
+	close(release)
+	if code := r.wait(); code != 0 || strings.Contains(r.err.String(), "cancelling") {
+		t.Errorf("code %d %s", code, r.err.String())
+	}
+}
+
 func TestProbePrintsWhatServeExpects(t *testing.T) {
 	f := newFakeLlama(t)
 	home := f.home("")
