@@ -22,6 +22,7 @@
 package main
 
 import (
+	"bufio"
 	"cmp"
 	"context"
 	_ "embed"
@@ -96,15 +97,14 @@ func run(args, env []string, stdin, stdout, stderr *os.File) int {
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE) // nobody reads it: EPIPE is then an error like another
 	code := 2
 	cwd, err := os.Getwd()
-	if err == nil {
-		var cfg *config
-		if cfg, err = loadConfig(args, env, cwd); err == nil {
-			code, err = command(cfg, stdin, stdout, stderr)
-		}
+	cfg, wrong := loadConfig(args, env, cwd)
+	if err = cmp.Or(err, wrong); err == nil {
+		code, err = command(cfg, stdin, stdout, stderr)
 	}
 	if help, asked := errors.AsType[*helpRequest](err); asked {
-		io.WriteString(stdout, helpOn(help.topic, usageText))
-		return 0
+		out := bufio.NewWriter(stdout)
+		out.WriteString(helpOn(help.topic, usageText))
+		code, err = flushed(out, 0)
 	}
 	if err != nil {
 		fmt.Fprintf(stderr, "%s: %v\n", filepath.Base(args[0]), err)
@@ -119,17 +119,18 @@ func command(cfg *config, stdin, stdout, stderr *os.File) (code int, err error) 
 	if err != nil {
 		return 2, err
 	}
+	out := bufio.NewWriter(stdout)
 	switch cfg.command {
 	case "version":
 		info, _ := debug.ReadBuildInfo()
 		_, commit, known := strings.Cut(fmt.Sprint(info), "vcs.revision=") // as go version -m prints it
-		fmt.Fprintf(stdout, "%s %s%.20s %s %s/%s\n", cfg.program, version(), keep(" commit "+commit, known), runtime.Version(), runtime.GOOS, runtime.GOARCH)
+		fmt.Fprintf(out, "%s %s%.20s %s %s/%s\n", cfg.program, version(), keep(" commit "+commit, known), runtime.Version(), runtime.GOOS, runtime.GOARCH)
 	case "config":
 		for _, s := range cfg.values {
-			fmt.Fprintf(stdout, "%-28s %-40s %s\n", s.key, s.value, s.origin)
+			fmt.Fprintf(out, "%-28s %-40s %s\n", s.key, s.value, s.origin)
 		}
 	case "services":
-		return services(cfg, stdout)
+		return services(cfg, out)
 	case "exec":
 		return guarded(cfg, transport, record, stdout, stderr)
 	case "demo":
@@ -141,7 +142,7 @@ func command(cfg *config, stdin, stdout, stderr *os.File) (code int, err error) 
 	case "turn", "status", "sessions", "cancel", "shutdown":
 		return runClient(cfg, stdout, stderr)
 	}
-	return 0, nil
+	return flushed(out, 0)
 }
 
 // demo runs the recording in a workspace of its own, which stays for the
@@ -159,13 +160,11 @@ func demo(cfg config, transport http.RoundTripper, record io.Writer, stdout, std
 
 // guarded runs exec with signals armed before anything is started.
 func guarded(cfg *config, transport http.RoundTripper, record io.Writer, stdout, stderr *os.File) (code int, err error) {
-	ctx, interrupts, caught := context.Background(), []interrupt(nil), []os.Signal(nil)
-	for _, sig := range []syscall.Signal{syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM} {
-		if !signal.Ignored(sig) { // nohup: what was ignored at the start stays ignored
-			// Never disarmed: between the receipts and the exit a signal would kill belay, as if the run had failed.
-			next, _ := signal.NotifyContext(ctx, sig)
-			ctx, interrupts, caught = next, append(interrupts, interrupt{next, sig}), append(caught, sig)
-		}
+	ctx, interrupts, caught := context.Background(), []interrupt(nil), endSignals()
+	for _, sig := range caught {
+		// Never disarmed: between the receipts and the exit a signal would kill belay, as if the run had failed.
+		next, _ := signal.NotifyContext(ctx, sig)
+		ctx, interrupts = next, append(interrupts, interrupt{next, sig.(syscall.Signal)})
 	}
 	h, err := newHost()
 	if err != nil {
@@ -194,7 +193,7 @@ func guarded(cfg *config, transport http.RoundTripper, record io.Writer, stdout,
 
 // services lists what earlier runs released, or stops one of them: 0 when it
 // is gone, 1 when its pid belongs to somebody else or it cannot be ended.
-func services(cfg *config, stdout io.Writer) (code int, err error) {
+func services(cfg *config, stdout *bufio.Writer) (code int, err error) {
 	list, err := receipts(cfg.home)
 	if err != nil {
 		return 1, err
@@ -212,7 +211,7 @@ func services(cfg *config, stdout io.Writer) (code int, err error) {
 		case r.TaskID != cfg.args[1]:
 		case state == "gone":
 			fmt.Fprintf(stdout, "%s: gone already\n", r.TaskID)
-			return 0, nil
+			return flushed(stdout, 0)
 		case state != "running":
 			return 1, fmt.Errorf("%s is not touched, its state is %q", r.TaskID, state)
 		default:
@@ -220,13 +219,13 @@ func services(cfg *config, stdout io.Writer) (code int, err error) {
 				return 1, errors.New(r.TaskID + leftOver(left))
 			}
 			fmt.Fprintf(stdout, "%s: ended\n", r.TaskID)
-			return 0, nil
+			return flushed(stdout, 0)
 		}
 	}
 	if len(cfg.args) > 0 {
 		return 1, fmt.Errorf("no released service %q; belay services lists them", cfg.args[1])
 	}
-	return 0, nil
+	return flushed(stdout, 0)
 }
 
 // receipts reads the list of a home, without the withdrawn ones. A torn line

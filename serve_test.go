@@ -1580,7 +1580,7 @@ func TestClientCommands(t *testing.T) {
 }
 
 // An answer that nobody can have read is no success: neither on a full disk nor where the reader has left.
-func TestClientsWhoseStdoutCannotBeWritten(t *testing.T) {
+func TestLinesThatCannotBeWritten(t *testing.T) {
 	f := newFakeLlama(t)
 	f.turn = func(int, map[string]any) any { return say("the answer") }
 	d := loopd(t, f.home("")).serving()
@@ -1591,7 +1591,10 @@ func TestClientsWhoseStdoutCannotBeWritten(t *testing.T) {
 	needNil(t, err)
 	needNil(t, read.Close())
 	defer left.Close()
-	for _, args := range [][]string{{"status"}, {"sessions", "--json"}, {"turn", "x"}, {"turn", "--json", "x"}, {"probe", "--config", filepath.Join(d.home, "config.toml")}} {
+	needNil(t, os.Mkdir(d.home+"/services", 0o700))
+	needNil(t, os.WriteFile(d.home+"/services/released.jsonl", []byte(`{"task_id":"shell_00000000"}`+"\n"), 0o600))
+	for _, args := range [][]string{{"status"}, {"sessions", "--json"}, {"turn", "x"}, {"turn", "--json", "x"}, {"probe", "--config", filepath.Join(d.home, "config.toml")},
+		{"version"}, {"config"}, {"help"}, {"help", "turn"}, {"services"}, {"services", "stop", "shell_00000000"}} {
 		for code, stdout := range map[int]*os.File{1: full, 141: left} {
 			r := d.client(args...)
 			r.cmd.Stdout = stdout
