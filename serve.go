@@ -77,12 +77,17 @@ type rule struct {
 func breach(what, said string, rules ...rule) *wireError {
 	for _, r := range rules {
 		if r.broken {
-			e := newWireError(codeNotReady, fmt.Sprintf("%s: %s%s", what, r.words, keep(fmt.Sprintf("; it said %.*q", saidMax, said), said != "")))
-			e.Anchor = r.anchor
-			return e
+			return pointing(codeNotReady, r.anchor, fmt.Sprintf("%s: %s%s", what, r.words, keep(fmt.Sprintf("; it said %.*q", saidMax, said), said != "")))
 		}
 	}
 	return nil
+}
+
+// pointing makes an error reply with its section of the runbook.
+func pointing(code errorCode, anchor, message string) *wireError {
+	e := newWireError(code, message)
+	e.Anchor = anchor
+	return e
 }
 
 // serverProps is what we read of GET /props. ctx is per slot.
@@ -465,11 +470,11 @@ func (d *daemon) changed(bad *wireError) {
 	}
 }
 
-// recheckLocked has the server checked, unless it is being checked. Turns ask for
-// it, not a clock: three completions each minute would be a load on a server that
-// nobody needs.
+// recheckLocked has the server checked, unless it is being checked or the daemon
+// ends. Turns ask for it, not a clock: three completions each minute would be a
+// load on a server that nobody needs.
 func (d *daemon) recheckLocked() {
-	if d.checking {
+	if d.checking || d.refusal == errDraining {
 		return
 	}
 	d.checking = true
@@ -559,20 +564,21 @@ func (p *peer) serve() {
 		p.answer(0, why)
 		return
 	}
-	for over := false; !over; {
+	for {
 		e, err := readFrame(p, d.cfg.maxFrame, func() { _ = p.SetReadDeadline(time.Now().Add(frameWhole)) })
 		_ = p.SetReadDeadline(time.Time{})
-		answer := any(nil) // also if the client has left
 		if bad, broken := errors.AsType[*wireError](err); broken {
-			answer = bad
-		} else if err == nil {
-			e.ID, answer = d.handle(p, e)
+			p.answer(e.ID, bad)
 		}
+		if err != nil { // broken frames, or the client has left
+			break
+		}
+		id, answer := d.handle(p, e)
 		if read, later := answer.(func() any); later {
 			answer = read()
 		}
-		if over = err != nil; answer != nil {
-			p.answer(e.ID, answer)
+		if answer != nil {
+			p.answer(id, answer)
 		}
 	}
 	d.mu.Lock()
@@ -632,9 +638,7 @@ func (p *peer) send(id int64, final bool, msg any) error {
 	if p.gone = p.gone || err != nil; final {
 		p.oweLocked(-1)
 	}
-	if p.d.peers == nil { // bye comes last
-		p.d.moved.Broadcast()
-	}
+	p.d.moved.Broadcast() // bye waits for final frames, and followers end with the connection
 	return err
 }
 
@@ -685,7 +689,7 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 	if p.open[e.ID] != nil { // the open request is still to get its one final frame
 		return 0, newWireError(codeDuplicateID, fmt.Sprintf("the id %d belongs to an open request", e.ID))
 	}
-	t := &turn{session: r.Session}
+	t := &turn{session: r.Session, cancel: func(error) {}} // nobody's, unless one of the session runs or begins
 	p.open[e.ID] = t
 	i := slices.IndexFunc(d.turns, func(o *turn) bool { return o.session == r.Session })
 	if i >= 0 {
@@ -699,6 +703,8 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 		return e.ID, newWireError(codeBadSessionID, errBadSessionID.Error())
 	case in("turn attach", r.Type) && len(p.open) > openMax:
 		return e.ID, newWireError(codeOverloaded, fmt.Sprintf("%d requests of this connection are open, no more are possible", openMax))
+	case r.Type == "attach" && i < 0:
+		return e.ID, func() any { return d.lastTurn(r.Session) }
 	}
 	switch r.Type {
 	case "ping":
@@ -714,16 +720,12 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 		d.startLocked(t, p, r)
 		fallthrough
 	case "attach":
-		if i < 0 && r.Type == "attach" {
-			return e.ID, func() any { return d.lastTurn(r.Session) }
-		}
 		p.open[e.ID] = t
 		// owner: peer; ends when the turn or the connection does; joined by conns
 		d.conns.Go(func() { p.follow(t, e.ID, max(r.From, 1)) })
 	case "cancel":
-		if answer = (&wireReply{Type: "ok"}); i >= 0 {
-			t.cancel(errCancelled)
-		}
+		t.cancel(errCancelled)
+		answer = &wireReply{Type: "ok"}
 	case "shutdown":
 		answer = func() any {
 			d.stop(max(1, map[string]int{"now": 2}[r.Mode]))
@@ -752,14 +754,12 @@ func (d *daemon) statusLocked() json.RawMessage {
 func (d *daemon) refusalLocked(r wireRequest, busy bool) *wireError {
 	switch {
 	case d.refusal != nil:
-		if d.refusal != errDraining {
-			d.recheckLocked()
-		}
+		d.recheckLocked()
 		return d.refusal
 	case len(r.Content) > contentMax:
 		return newWireError(codeContentTooLarge, fmt.Sprintf("the content has %d bytes, at most %d are possible", len(r.Content), contentMax))
 	case busy:
-		return newWireError(codeSessionBusy, "a turn of the session runs: attach to it or cancel it")
+		return storeError(errHeld)
 	case len(d.turns) > d.cfg.maxQueue:
 		return newWireError(codeOverloaded, fmt.Sprintf("%d turns run or wait, no more are possible (limits.max_queue)", len(d.turns)))
 	}
@@ -804,14 +804,15 @@ func (d *daemon) lastTurn(session string) any {
 	if !in("end max_turns cancelled interrupted", j.stop) {
 		return newWireError(errorCode(cmp.Or(j.stop, string(codeNoSuchSession))), "the last turn of the session failed, or it has none")
 	}
-	text := str(parse(append([]json.RawMessage{nil}, j.messages...)[len(j.messages)]).get("content")) // null: there was none
-	return &wireReply{Type: "result", Session: session, Turn: j.turn, Stop: j.stop, Text: text}
+	var last json.RawMessage
+	if n := len(j.messages); n > 0 {
+		last = j.messages[n-1]
+	}
+	return &wireReply{Type: "result", Session: session, Turn: j.turn, Stop: j.stop, Text: str(parse(last).get("content"))}
 }
 
 // storeError words what the session store says.
 func storeError(err error) *wireError {
-	e := newWireError(codeStorageError, err.Error())
-	e.Anchor = "storage"
 	switch {
 	case errors.Is(err, errNoSession):
 		return newWireError(codeNoSuchSession, "there is no such session: a turn without resume makes it")
@@ -820,11 +821,11 @@ func storeError(err error) *wireError {
 	case errors.Is(err, errHeld):
 		return newWireError(codeSessionBusy, "a turn of the session runs: attach to it or cancel it")
 	case errors.Is(err, errDamaged):
-		e.Code, e.Anchor, e.Retry = codeSessionDamaged, "session-damaged", "never"
+		return pointing(codeSessionDamaged, "session-damaged", err.Error())
 	case storageFull(err):
-		e.Code = codeStorageFull
+		return pointing(codeStorageFull, "storage", err.Error())
 	}
-	return e
+	return pointing(codeStorageError, "storage", err.Error())
 }
 
 // emitLocked keeps an event for those who follow the turn.
@@ -847,10 +848,9 @@ func (d *daemon) runTurn(ctx context.Context, t *turn, r wireRequest) {
 	if err == nil {
 		if err = j.add(record{Type: recTurnStart, Message: userMessage(r.Content)}); err == nil {
 			t.number = j.turn
-			a, stop, why := newAgent(d.cfg, d.model, nil, nil), "", ""
+			a := newAgent(d.cfg, d.model, nil, nil)
 			answer, failed := d.converse(ctx, t, j, a)
-			final, stop, why = d.outcome(t, a, answer, failed)
-			err = j.endTurn(stop, why)
+			final, err = d.outcome(t, j, a, answer, failed)
 		}
 		// The session is free on disk before it is free here: the next turn opens it at once.
 		j.close()
@@ -873,28 +873,31 @@ func (d *daemon) runTurn(ctx context.Context, t *turn, r wireRequest) {
 	d.moved.Broadcast()
 }
 
-// outcome gives the final message of a turn, its stop for the journal, and the
-// reason as the model is told it.
-func (d *daemon) outcome(t *turn, a *agent, answer string, err error) (final any, stop, why string) {
-	bad, _ := errors.AsType[*wireError](err)
+// outcome ends a turn in the journal and gives its final message.
+func (d *daemon) outcome(t *turn, j *journal, a *agent, answer string, err error) (final any, _ error) {
 	e := endingOf(err) // exec's words and categories: the daemon has no others
-	code := cmp.Or(map[string]errorCode{"context_length": codeContextFull, "internal": codeInternal}[e.category],
-		map[bool]errorCode{true: codeServerUnavailable, false: codeServerError}[e.code == 75])
-	stop = map[string]string{"": "end", "cancelled": "cancelled", "budget_exhausted": "max_turns"}[e.category]
-	if bad == nil && stop == "" {
-		bad = newWireError(code, e.message)
-		if bad.Anchor = map[errorCode]string{codeServerUnavailable: "server-unreachable", codeServerError: "server-error"}[code]; code == codeInternal {
-			d.say("session %s: %v", t.session, err)
-			bad.Message = "a fault of the daemon ended the turn; its stderr says more"
-		}
+	bad, _ := errors.AsType[*wireError](err)
+	stop := map[string]string{"": "end", "cancelled": "cancelled", "budget_exhausted": "max_turns"}[e.category]
+	switch {
+	case bad == errDraining:
+		bad, stop = nil, "interrupted"
+	case bad != nil || stop != "":
+	case e.code == 75:
+		bad = pointing(codeServerUnavailable, "server-unreachable", e.message)
+	case e.category == "context_length":
+		bad = newWireError(codeContextFull, e.message)
+	case e.category == "internal":
+		d.say("session %s: %v", t.session, err)
+		bad = newWireError(codeInternal, "a fault of the daemon ended the turn; its stderr says more")
+	default:
+		bad = pointing(codeServerError, "server-error", e.message)
 	}
-	if bad != nil && bad != errDraining {
-		return bad, string(bad.Code), "the turn failed (" + string(bad.Code) + ")"
+	if bad != nil {
+		return bad, j.endTurn(string(bad.Code), "the turn failed ("+string(bad.Code)+")")
 	}
 	counts := jsonObject("input_tokens", a.total[0], "output_tokens", a.total[1], "cached_tokens", a.total[2], "reasoning_tokens", a.total[3])
-	stop = cmp.Or(stop, "interrupted")
 	return &wireReply{Type: "result", Session: t.session, Turn: t.number, Stop: stop, Text: answer,
-		Usage: json.RawMessage(keep(string(counts), len(counts) > 2))}, stop, e.message
+		Usage: json.RawMessage(keep(string(counts), len(counts) > len("{}")))}, j.endTurn(stop, e.message)
 }
 
 // slot waits until the turn has the main slot, and tells of its place before.
@@ -1053,10 +1056,8 @@ func runProbe(cfg *config, stdout, stderr io.Writer) (code int, err error) {
 	if bad != nil {
 		return 1, fmt.Errorf("%s; see docs/runbook.md#%s", bad.Message, bad.Anchor)
 	}
-	form := "[expect]\ntemplate_sha256 = %q\nn_ctx = %d\nslots = %d\n"
-	if cfg.jsonOut {
-		form = `{"template_sha256":%q,"n_ctx":%d,"slots":%d}` + "\n"
-	}
+	object := keep(`{"template_sha256":%q,"n_ctx":%d,"slots":%d}`+"\n", cfg.jsonOut)
+	form := cmp.Or(object, "[expect]\ntemplate_sha256 = %q\nn_ctx = %d\nslots = %d\n")
 	out := bufio.NewWriter(stdout)
 	fmt.Fprintf(out, form, templateSum(p.Template), p.Settings.Ctx, p.Slots)
 	return flushed(out, 0)
