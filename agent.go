@@ -80,11 +80,8 @@ func endingOf(err error) *ending {
 
 // flushed gives the exit code of a command that has printed its lines.
 func flushed(stdout *bufio.Writer, code int) (int, error) {
-	if err := stdout.Flush(); err != nil {
-		e := endingOf(err)
-		return e.code, e
-	}
-	return code, nil
+	err := stdout.Flush()
+	return max(code, endingOf(err).code), err
 }
 
 // endSignals gives the signals that end a command. What is ignored at the start,

@@ -169,7 +169,7 @@ func (u *upstream) props(ctx context.Context) (p serverProps, bad *wireError) {
 	if sum != cfg.expectTemplate {
 		_ = os.WriteFile(path, []byte(p.Template), fileMode) // a convenience
 	}
-	near := in(templateSum(p.Template+"\n")+" "+templateSum(strings.TrimSuffix(p.Template, "\n")), cfg.expectTemplate)
+	near := slices.Contains([]string{templateSum(p.Template + "\n"), templateSum(strings.TrimSuffix(p.Template, "\n"))}, cfg.expectTemplate)
 	const form = "is %v, the configuration expects %v"
 	return p, breach("GET /props", "",
 		rule{"template-mismatch", sum != cfg.expectTemplate, fmt.Sprintf("the chat template's sha256 "+form+"%s; the server's template is in %s",
@@ -254,7 +254,7 @@ func (u *upstream) check(ctx context.Context) (bad *wireError) {
 	const post = "POST /v1/chat/completions, "
 	r, bad := u.once(ctx, post+"tool call", u.cfg.slotBackground, callLimit, probeTool,
 		systemMessage("You are being tested. Use the tool."), userMessage("Call loop_selftest with the word ready."))
-	c, none := append(r.calls, call{})[0], len(r.calls) == 0
+	c, none := append(r.calls, call{})[0], len(r.calls) == 0 // the first one, or one without a name
 	bad = cmp.Or(bad, breach(post+"tool call", cmp.Or(c.raw, r.text),
 		rule{"tool-call-cut", r.finish == "length", fmt.Sprintf("the reply was cut at %d tokens, expected a call", callLimit)},
 		rule{"tool-call-unparsed", none && strings.Contains(r.text, "loop_selftest"), "the call came as text, expected it in tool_calls"},
@@ -305,7 +305,6 @@ type daemon struct {
 	mu       sync.Mutex
 	refusal  *wireError // guarded by mu, as is all below: why no turn is taken, nil: they are
 	checking bool
-	stage    int            // of the end: 1 drain, 2 now
 	turns    []*turn        // the first one has the main slot
 	moved    sync.Cond      // on mu: a turn has an event, is over or is to end, or a client has left
 	peers    map[*peer]bool // nil: the daemon ends
@@ -424,7 +423,7 @@ func (d *daemon) loop(signals <-chan os.Signal) int {
 				d.tools.killAll()
 				return 128 + int(sig.(syscall.Signal))
 			}
-			d.stop(count) // no more than one: systemd sends it after ExecStop, which may have said now
+			d.stop(count > 1) // the first is a drain, whatever was asked before: systemd sends it after ExecStop
 		case <-d.idle:
 			d.farewell()
 			return 0
@@ -432,29 +431,28 @@ func (d *daemon) loop(signals <-chan os.Signal) int {
 	}
 }
 
-// stop begins a stage of the end: 1 drain, 2 now. What is not a later stage than
-// that of the moment changes nothing.
-func (d *daemon) stop(stage int) {
+// stop ends the daemon: with the turns that are under way at the end of their step,
+// at the latest after limits.drain_ms, or now.
+func (d *daemon) stop(now bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if stage <= d.stage {
-		return
+	first, ended := d.refusal != errDraining, d.turns
+	if !now && len(ended) > 0 {
+		ended = ended[1:] // the one that has the slot finishes its step
 	}
-	// At first only those that wait for the slot are ended: the one that has it finishes its
-	// step. The refusal comes before the wait, so that no turn is added to what is waited for.
-	d.refuseLocked(errDraining, 2-stage)
-	if d.stage == 0 {
-		time.AfterFunc(d.cfg.drain, func() { d.stop(2) })
+	// The refusal comes before the wait, so that no turn is added to what is waited for.
+	d.refuseLocked(errDraining, ended)
+	if first {
+		time.AfterFunc(d.cfg.drain, func() { d.stop(true) })
 		// owner: daemon; ends when the last turn does; joined by idle
 		go func() { d.lock.note("draining"); d.turning.Wait(); close(d.idle) }()
 	}
-	d.stage = stage
 }
 
-// refuseLocked takes no turns from now on and ends those from place on.
-func (d *daemon) refuseLocked(why *wireError, place int) {
+// refuseLocked takes no turns from now on and ends some.
+func (d *daemon) refuseLocked(why *wireError, turns []*turn) {
 	d.refusal = why
-	for _, t := range d.turns[min(place, len(d.turns)):] {
+	for _, t := range turns {
 		t.cancel(why)
 	}
 }
@@ -465,7 +463,7 @@ func (d *daemon) changed(bad *wireError) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.refusal == nil && !in("server-unreachable server-loading", bad.Anchor) { // else a check is under way, or the end; or nobody has answered yet
-		d.refuseLocked(bad, 0)
+		d.refuseLocked(bad, d.turns)
 		d.recheckLocked()
 	}
 }
@@ -697,7 +695,7 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 	}
 	switch {
 	case err != nil || e.ID == 0 || !e.Final || r.Type == "" || r.From < 0 || r.Type == "turn" && r.Content == "",
-		!in("drain now", cmp.Or(r.Mode, "now")), !in("continue cancel", cmp.Or(r.OnDisconnect, "cancel")):
+		r.Mode != "" && !in("drain now", r.Mode), r.OnDisconnect != "" && !in("continue cancel", r.OnDisconnect):
 		return e.ID, newWireError(codeBadRequest, "a request needs an id from 1, final true, a type, and the fields of that type as docs/protocol.md has them")
 	case in("turn attach cancel", r.Type) && !validSessionID(r.Session):
 		return e.ID, newWireError(codeBadSessionID, errBadSessionID.Error())
@@ -728,7 +726,7 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 		answer = &wireReply{Type: "ok"}
 	case "shutdown":
 		answer = func() any {
-			d.stop(max(1, map[string]int{"now": 2}[r.Mode]))
+			d.stop(r.Mode == "now")
 			return &wireReply{Type: "ok"}
 		}
 	default:
