@@ -183,7 +183,7 @@ func templateSum(text string) string { return fmt.Sprintf("%x", sha256.Sum256([]
 // await reads /props, and waits while the server loads its model or, if the
 // configuration says so, is not there yet.
 func (u *upstream) await(ctx context.Context) (p serverProps, bad *wireError) {
-	for began, said := time.Now(), ""; ; time.Sleep(u.cfg.poll) {
+	for began, said := time.Now(), ""; ; time.Sleep(min(superviseTick, u.cfg.poll)) { // no longer, or a signal is heard late
 		p, bad = u.props(ctx)
 		waits := bad != nil && (bad.Anchor == "server-loading" || u.cfg.waitForServer && bad.Anchor == "server-unreachable")
 		if !waits || ctx.Err() != nil || time.Since(began) >= u.cfg.loadTimeout {

@@ -546,7 +546,7 @@ func TestServerThatIsNotThere(t *testing.T) {
 	if code := d.start().end(); code != 1 || !strings.Contains(d.err.String(), "selftest failed: server-unreachable;") || !strings.Contains(d.err.String(), "(os error ") {
 		t.Errorf("code %d:\n%s", code, d.err.String())
 	}
-	waiting := loopd(t, d.home, "--set", "infer.wait_for_server=true").start()
+	waiting := loopd(t, d.home, "--set", "infer.wait_for_server=true", "--set", "limits.poll_ms=60000").start()
 	until(t, "it waits", deadline, func() bool { return strings.Contains(waiting.err.String(), "selftest: waiting") })
 	waiting.cmd.Process.Signal(syscall.SIGTERM)
 	if code := waiting.end(); code != 0 {
