@@ -149,7 +149,8 @@ type printer struct {
 // goes out before the last lines.
 func (p *printer) write(ctx context.Context, line []byte) (err error) {
 	written, turn := make(chan error, 1), p.writing
-	if p.left = append(p.left, line...); ctx.Err() != nil {
+	p.left = append(p.left, line...)
+	if ctx.Err() != nil {
 		turn = nil // never: with both ready it would be chance
 	}
 	select {
@@ -398,7 +399,7 @@ func (a *agent) ask(ctx context.Context) (*reply, error) {
 		request.tools = json.RawMessage(toolSchemas)
 		_, request.offered = toolOf("")
 	}
-	for half := true; ; half = false {
+	for share := 2; ; share = 1 {
 		began := time.Now()
 		r, err := a.client.complete(ctx, request, a.emit)
 		switch {
@@ -407,7 +408,7 @@ func (a *agent) ask(ctx context.Context) (*reply, error) {
 		case err == nil:
 			a.account(r.usage, time.Since(began))
 			return r, nil
-		case endingOf(err).category != "context_length" || !a.shorten(half):
+		case endingOf(err).category != "context_length" || !a.shorten(share):
 			return nil, err
 		}
 	}
@@ -432,19 +433,16 @@ func (a *agent) account(u *usage, took time.Duration) {
 func resultOf(message json.RawMessage) string { return str(parse(message).get("tool_call_id")) }
 
 // shorten replaces tool results by a note of their size, but those of the newest
-// two turns: the older half of them, or all. False: nothing to shorten.
-func (a *agent) shorten(half bool) bool {
+// two turns: the oldest, one of share of them. False: nothing to shorten.
+func (a *agent) shorten(share int) bool {
 	var old []int
 	for i := a.short; i < a.asked[max(len(a.asked)-3, 0)]; i++ {
 		if resultOf(a.history[i]) != "" {
 			old = append(old, i)
 		}
 	}
-	if half {
-		old = old[:(len(old)+1)/2]
-	}
 	names := ""
-	for _, i := range old {
+	for _, i := range old[:(len(old)+share-1)/share] {
 		id := resultOf(a.history[i])
 		names += " " + id
 		a.history[i] = toolMessage(id, fmt.Sprintf("[this result of %d bytes was left out to make room]", len(a.history[i])))
@@ -475,10 +473,11 @@ func (a *agent) call(ctx context.Context, c call) error {
 func (a *agent) dispatch(ctx context.Context, c call) (r toolResult) {
 	var args arguments
 	unknown, err := args.check(c)
-	if args.Path = cmp.Or(args.Path, args.Cwd); !filepath.IsAbs(args.Path) { // no tool takes both; none is the workspace
+	args.Tool, args.Path = c.name, cmp.Or(args.Path, args.Cwd) // no tool takes both; none is the workspace
+	if !filepath.IsAbs(args.Path) {
 		args.Path = filepath.Join(a.cfg.workspace, args.Path)
 	}
-	switch args.Tool = c.name; {
+	switch {
 	case err != nil:
 	case a.jobs == nil:
 		err = refusedCall{errors.New("no tools were offered")}
@@ -827,7 +826,8 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 			break
 		}
 	}
-	if x.own.host.hold(err == nil && list != nil); err != nil {
+	x.own.host.hold(err == nil && list != nil)
+	if err != nil {
 		for i := range list {
 			list[i].Withdrawn = true
 		}

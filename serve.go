@@ -295,7 +295,7 @@ type daemon struct {
 	// set once
 	cfg            *config
 	tools          *toolbox
-	lock           *instanceLock // and owned by loop, as is its listener
+	lock           *instanceLock // and owned by loop, but for its note
 	store          *os.Root
 	model          *upstream
 	say            func(format string, args ...any)
