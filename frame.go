@@ -38,8 +38,8 @@ const (
 )
 
 // errorCode is the stable word for a failure. A client that does not know a
-// code goes by the error's retry. After the first three and permission_denied
-// the daemon closes the connection.
+// code goes by the error's retry. The daemon closes the connection after the first
+// three, and after any that answers a connection that it does not take.
 type errorCode string
 
 const (
@@ -113,8 +113,8 @@ func newWireError(code errorCode, message string) *wireError {
 }
 
 // encodeFrame gives a whole frame for one write, so that the frames of several
-// writers never mix. msg is a *request, *reply or *wireError. A body of more
-// than limit bytes is a *wireError, frame_too_large.
+// writers never mix. msg is a *wireRequest, *wireReply or *wireError. A body of
+// more than limit bytes is a *wireError, frame_too_large.
 func encodeFrame(limit int, id int64, final bool, msg any) ([]byte, error) {
 	b := bytes.NewBuffer(make([]byte, frameHeader))
 	fmt.Fprintf(b, `{"v":%d,"id":%d,"final":%t,"msg":`, protocolVersion, id, final)

@@ -203,8 +203,9 @@ func (j *journal) cut(torn []byte) error {
 
 // add appends a record. When it returns nil after a turn_start, tool_start or
 // turn_end, that record and all before it are on disk; the others wait for the
-// next of these, since they are of no use without it. When storageFull tells of the
-// error, the journal is as before and add may be tried again; else it is closed.
+// next of these, since they are of no use without it. A write that found no room
+// (storageFull) leaves the journal as it was, and add may be tried again; after any
+// other error, and that of a sync whatever it is, the journal is closed.
 func (j *journal) add(rec record) error {
 	rec.N, rec.Time = j.next, time.Now().UTC()
 	var line bytes.Buffer

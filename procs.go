@@ -1051,8 +1051,8 @@ func (o *output) trim(limit int) {
 }
 
 // take gives what came since the last take, cut on characters, and how many
-// bytes were left out; lost: the file has not all of them. While the command runs, an unfinished character at the
-// end waits for the next take.
+// bytes were left out; lost: the file has not all of them. While the command
+// runs, an unfinished character at the end waits for the next take.
 func (o *output) take(running bool) (text string, omitted int, lost bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()

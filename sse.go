@@ -1017,7 +1017,8 @@ func str(raw []byte) string {
 }
 
 // word gives a string, or the text of any other value; null is absent. An id of
-// 7 becomes "7", arguments that are an object become their text.
+// 7 becomes "7", arguments that are an object become their text. Of all values but
+// strings null alone begins or ends with a letter of the set that is cut off.
 func word(raw []byte) string { return cmp.Or(str(raw), strings.Trim(string(raw), "\"nul")) }
 
 // number gives a count; nil for what is none. Some servers send 12.0 or "12".
@@ -1028,7 +1029,8 @@ func number(raw []byte) *int64 {
 	return nil
 }
 
-// present says whether a value is there and means something.
+// present says whether a value is there and means something: it is none of this
+// list, of which no single value spans two.
 func present(v []byte) bool { return !strings.Contains(`,,null,"",{},[],false,0,`, ","+string(v)+",") }
 
 func isObject(raw []byte) bool { return len(raw) > 1 && raw[0] == '{' && json.Valid(raw) }
