@@ -634,7 +634,8 @@ func TestKeepersThatAreStoppedAtTheirStart(t *testing.T) {
 				}
 			}
 		}()
-		return calls("Bash", args{"command": "true", "timeout_ms": 1000}, args{"command": "true", "timeout_ms": 1000})
+		long := "true #" + strings.Repeat("\x01", 120_000) // as JSON more than a socket takes before the keeper reads
+		return calls("Bash", args{"command": "true", "timeout_ms": 1000}, args{"command": long, "timeout_ms": 1000})
 	}), say("done"))
 	r = execRun(t, p)
 	r.finish(0)

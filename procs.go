@@ -966,8 +966,9 @@ func (j *job) wait(ctx context.Context, timeout time.Duration) bool {
 func end(order syscall.Signal, list ...*job) (left string) {
 	start := time.Now()
 	for _, j := range list {
+		// First, since a keeper that was stopped before it read all of its job takes no order. An error means that it has exited.
+		time.AfterFunc(wedged, func() { j.cmd.Process.Kill() })
 		j.order(order)
-		time.AfterFunc(wedged, func() { j.cmd.Process.Kill() }) // an error means that it has exited
 	}
 	for _, j := range list {
 		if j.wait(context.Background(), wedged+endBound-time.Since(start)) {
