@@ -176,25 +176,26 @@ func (p *printer) write(ctx context.Context, line []byte) (err error) {
 // foreign text: control characters are replaced, further lines begin with a bar
 // (GitHub takes ::command:: behind blanks), and of two # the second is replaced
 // (##[command] and ##vso[command] count anywhere in a line). A stderr that
-// takes nothing for lastLines loses the line; it never stops the run.
-func (p *printer) say(format string, args ...any) {
-	text := strings.ToValidUTF8(fmt.Sprintf(format, args...), "\uFFFD")
-	text = regexp.MustCompile(`[^\P{Cc}\n\t]`).ReplaceAllString(text, "\uFFFD")
+// takes nothing for lastLines loses the line; only a receipt's stops the run.
+func (p *printer) say(format string, args ...any) (err error) {
+	text := regexp.MustCompile(`[^\P{Cc}\n\t]`).ReplaceAllString(strings.ToValidUTF8(fmt.Sprintf(format, args...), "\uFFFD"), "\uFFFD")
 	text = strings.NewReplacer("##", "#\uFFFD", "\n", "\n  | ").Replace(text) + "\n"
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for piece := range slices.Chunk([]byte(text), atomicWrite) {
-		if takesOneWrite(int(p.stderr.Fd()), lastLines) {
-			p.stderr.Write(piece)
+		if err = cmp.Or(err, map[bool]error{false: errors.New("stderr takes nothing")}[takesOneWrite(int(p.stderr.Fd()), lastLines)]); err == nil {
+			_, err = p.stderr.Write(piece)
 		}
 	}
+	return err
 }
 
 // show says something of a run's course, which only the text format has on stderr.
-func (p *printer) show(format string, args ...any) {
-	if p.format == "text" {
-		p.say("  "+format, args...)
+func (p *printer) show(format string, args ...any) error {
+	if p.format != "text" {
+		return nil
 	}
+	return p.say("  "+format, args...)
 }
 
 // print takes the events of a run but the last ones. The text format shows some
@@ -525,12 +526,11 @@ func (a *agent) bash(ctx context.Context, args *arguments) (r toolResult, err er
 // start runs a command to its end, or starts one that goes on: a task of this
 // run or, if every rule is kept, a pending persistent service.
 func (a *agent) start(ctx context.Context, args *arguments, timeout time.Duration) (r toolResult, err error) {
-	full := len(a.jobs.list((*job).pending)) >= maxPending
 	broken := cmp.Or(
 		keep("run needs a command", strings.TrimSpace(args.Command) == ""),
 		keep("persist needs background:true and no stdin", args.Persist && (!args.Background || args.Stdin != nil)),
 		keep("persist is refused: "+a.noServices, args.Persist && a.noServices != ""),
-		keep(fmt.Sprintf("there are %d pending services already, no more are possible", maxPending), args.Persist && full))
+		keep(fmt.Sprintf("there are %d pending services already, no more are possible", maxPending), args.Persist && len(a.jobs.list((*job).pending)) >= maxPending))
 	if broken != "" {
 		return r, refusedCall{errors.New(broken)}
 	}
@@ -545,8 +545,8 @@ func (a *agent) start(ctx context.Context, args *arguments, timeout time.Duratio
 	case err != nil:
 		return r, err
 	case args.Background:
-		pending := keep(" unless that completes, which releases it; its log is "+j.log+"; probe that it is ready before you answer", args.Persist)
-		r.text = fmt.Sprintf("started in the background as %s (pid %d); it ends with this run%s", j.id, j.pid, pending)
+		r.text = fmt.Sprintf("started in the background as %s (pid %d); it ends with this run%s", j.id, j.pid,
+			keep(" unless that completes, which releases it; its log is "+j.log+"; probe that it is ready before you answer", args.Persist))
 	default:
 		late := ""
 		if !j.wait(ctx, timeout) {
@@ -587,8 +587,7 @@ func (a *agent) report(j *job, late string) toolResult {
 	}
 	r.text += "\n" + state
 	if over {
-		r.text += keep(fmt.Sprintf("\n(%d processes that the command had left running were ended; use background:true for work that goes on)", j.last.Strays), j.last.Strays > 0)
-		r.text += leftOver(j.last.Left)
+		r.text += keep(fmt.Sprintf("\n(%d processes that the command had left running were ended; use background:true for work that goes on)", j.last.Strays), j.last.Strays > 0) + leftOver(j.last.Left)
 	}
 	r.text += keep("\nnetwork is off in this sandbox, loopback included (belay --network)", a.noNetwork() && r.category == "exit_status")
 	return r
@@ -819,26 +818,30 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 			// poll(2) has no channel, hence a look at ctx now and then
 		}
 		x.own.host.hold(held) // first, then the look at ctx: a signal between the two is seen
-		if err = context.Cause(ctx); err == nil {
+		err = context.Cause(ctx)
+		if err == nil && slices.ContainsFunc(list, receipt.ended) { // while stdout waited for its reader
+			err = failed("service_exited", "a service ended before it was let go")
+		}
+		if err == nil {
 			err = x.write(context.Background(), piece)
 		}
 		if err != nil {
 			break
 		}
 	}
+	for i := 0; err == nil && i < len(released); i++ {
+		err = x.show("service_released %s", jsonObject(released[i][1:]...))
+	}
 	x.own.host.hold(err == nil && list != nil)
-	if err != nil {
+	if err == nil {
+		end(orderLetGo, services...)
+	} else {
 		for i := range list {
 			list[i].Withdrawn = true
 		}
 		recordRelease(x.cfg.home, list) // after an error the pid is not running, which services shows
-		return err
 	}
-	for i, j := range services {
-		x.show("service_released %s", jsonObject(released[i][1:]...))
-		j.letGo()
-	}
-	return nil
+	return err
 }
 
 // closing gives the last lines of a run in its format. The answer of the text
@@ -889,8 +892,7 @@ func helpOn(topic, usage string) string {
 	if topic == "" {
 		return usage + examples
 	}
-	about := regexp.MustCompile(`(?m)^  belay (.* )?` + topic + `( .*)?\n|^Flags of ` + topic + `:\n(  .*\n)*`)
-	return strings.Join(about.FindAllString(usage+examples, -1), "")
+	return strings.Join(regexp.MustCompile(`(?m)^  belay (.* )?`+topic+`( .*)?\n|^Flags of `+topic+`:\n(  .*\n)*`).FindAllString(usage+examples, -1), "")
 }
 
 // caught makes an error of a panic. It is to be deferred.

@@ -580,6 +580,86 @@ func TestSignalWhileTheResultIsWritten(t *testing.T) {
 	}
 }
 
+// A service that ends while stdout waits for its reader is not released: no
+// receipt stands in the output of a run that exits with 0.
+func TestServiceEndsWhileStdoutWaits(t *testing.T) {
+	t.Parallel()
+	command := "trap '' TERM; echo $$ > service.pid; until test -e stop; do sleep 0.02; done"
+	for _, format := range []string{"json", "text"} {
+		for _, how := range []string{"exits", "keeper gets SIGTERM", "keeper gets SIGKILL"} {
+			t.Run(format+"/"+how, func(t *testing.T) {
+				t.Parallel()
+				r := execRun(t, serve(t, calls("Bash", persist(command)), bash("until test -s service.pid; do sleep 0.02; done"), say("done")), "--output-format", format)
+				read, write := stuck(t)
+				r.cmd.Stdout = write
+				r.start()
+				write.Close()
+				pid := pidFile(t, r.workspace+"/service.pid")
+				until(t, "the receipt is recorded", deadline, func() bool {
+					b, _ := os.ReadFile(r.home + "/.belay/services/released.jsonl")
+					return len(b) > 0
+				})
+				switch p, _ := readProc(pid); how {
+				case "exits":
+					needNil(t, os.WriteFile(r.workspace+"/stop", nil, 0o644))
+				case "keeper gets SIGTERM":
+					syscall.Kill(p.ppid, syscall.SIGTERM)
+				default:
+					syscall.Kill(p.ppid, syscall.SIGKILL)
+				}
+				until(t, "the service has ended", deadline, func() bool { return !alive(pid) })
+				b, _ := io.ReadAll(read)
+				if code := r.wait(); code != 1 || !strings.Contains(r.err.String()+string(b), "a service ended before it was let go") || strings.Contains(r.err.String()+string(b), "process_group_id") {
+					t.Errorf("exit code %d\n%s%s", code, bytes.TrimLeft(b, "\n"), r.err.String())
+				}
+				if list, err := receipts(r.home + "/.belay"); err != nil || len(list) > 0 {
+					t.Errorf("recorded: %v %v", list, err)
+				}
+			})
+		}
+	}
+}
+
+// The text format has its receipts on stderr. Where that does not take them, no
+// service stays, and a second signal meanwhile does not leave some of them.
+func TestStderrThatTakesNoReceipt(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []string{"full", "stuck", "stuck, two signals"} {
+		t.Run(kind, func(t *testing.T) {
+			t.Parallel()
+			var services []map[string]any
+			for i := range 4 {
+				services = append(services, persist(fmt.Sprintf("echo $$ > %d.pid; exec sleep 600", i)))
+			}
+			r := execRun(t, serve(t, calls("Bash", services...), bash("until test -s 0.pid -a -s 1.pid -a -s 2.pid -a -s 3.pid; do sleep 0.02; done"), say("done")), "--output-format", "text")
+			_, write := stuck(t)
+			if kind == "full" {
+				var err error
+				write, err = os.OpenFile("/dev/full", os.O_WRONLY, 0)
+				needNil(t, err)
+			}
+			r.cmd.Stderr = write
+			read := r.piped()
+			write.Close()
+			want := 1
+			io.ReadFull(read, make([]byte, len("done\n")))
+			if kind == "stuck, two signals" {
+				want = 143
+				r.cmd.Process.Signal(syscall.SIGTERM)
+				<-time.After(sameSignal + 100*time.Millisecond) // until another one counts
+				r.cmd.Process.Signal(syscall.SIGTERM)
+			}
+			if code := r.wait(); code != want {
+				t.Errorf("exit code %d, want %d", code, want)
+			}
+			for i := range services {
+				stopService(t, pidFile(t, fmt.Sprintf("%s/%d.pid", r.workspace, i)))
+			}
+			until(t, "no service is left", leftWait, func() bool { return len(inDir(r.workspace)) == 0 })
+		})
+	}
+}
+
 // A stopped keeper cannot see that belay was killed: the kernel must wake it.
 func TestStoppedKeeperAndKilledBelay(t *testing.T) {
 	t.Parallel()

@@ -301,7 +301,7 @@ func (k *keeper) run(spec jobSpec, orders io.ByteReader) (kind string, err error
 				kill = time.After(0)
 			case orderAlive:
 				k.reap()
-				k.tell(note{Pid: k.leader})
+				k.tell(note{Pid: map[bool]int{false: k.leader}[ending]}) // what is being ended does not count as alive
 			case orderLetGo:
 				return "released", nil
 			default:
@@ -961,13 +961,16 @@ func (j *job) wait(ctx context.Context, timeout time.Duration) bool {
 	return j.over.Load()
 }
 
-// end ends jobs, all at once, and names what could not be ended. A keeper that
-// has not done it in time, stopped or wedged, is killed, and belay does it.
+// end ends jobs, or lets them go, all at once, and names what could not be ended.
+// A keeper that has not done it in time, stopped or wedged, is killed, and belay
+// does it; that lets go of a service, which has no Pdeathsig and, since the host
+// is held by then, is signalled by nobody.
 func end(order syscall.Signal, list ...*job) (left string) {
 	start := time.Now()
 	for _, j := range list {
-		// First, since a keeper that was stopped before it read all of its job takes no order. An error means that it has exited.
-		time.AfterFunc(wedged, func() { j.cmd.Process.Kill() })
+		// First, since a keeper that was stopped before it read all of its job takes no order. To let go needs no grace.
+		// An error means that it has exited.
+		time.AfterFunc(wedged-map[syscall.Signal]time.Duration{orderLetGo: grace}[order], func() { j.cmd.Process.Kill() })
 		j.order(order)
 	}
 	for _, j := range list {
@@ -1153,13 +1156,10 @@ func recordRelease(home string, receipts []receipt) error {
 	return cmp.Or(err, writeErr, f.Sync(), f.Close())
 }
 
-// letGo has the keeper exit without touching its service. One that does not
-// confirm is killed, which lets go as well: a service has no Pdeathsig. The host
-// is held by then, so that belay signals none of them any more.
-func (j *job) letGo() {
-	j.order(orderLetGo)
-	j.wait(context.Background(), time.Second)
-	j.cmd.Process.Kill() // an error means that it has exited
+// ended is false while the service that was confirmed lives.
+func (r receipt) ended() bool {
+	p, ok := readProc(r.PID)
+	return !ok || p.start != r.StartTime || p.dead()
 }
 
 // stop ends the service's session and everything below it: TERM, stopGrace,
