@@ -334,6 +334,17 @@ func TestNoProc(t *testing.T) {
 	}
 }
 
+// In a PID namespace that still has the /proc around it, every pid there is
+// that of another process: what a killed keeper leaves is not found.
+func TestProcOfAnotherNamespace(t *testing.T) {
+	t.Parallel()
+	p := serve(t, bash("setsid sleep 600 > /dev/null 2>&1 & sleep 0.2; kill -KILL $PPID; sleep 600"), say("done"))
+	r := execRun(t, p).inNamespace(`"$@"; exit $?`, "--pid", "--fork").finish(1) // what the shell as PID 1 leaves ends with it
+	if text := r.err.String(); !strings.Contains(text, "another PID namespace; see docs/runbook.md#environment") || p.count() != 0 || r.out.Len() != 0 {
+		t.Errorf("stdout %q, stderr %q, %d requests", r.out.String(), text, p.count())
+	}
+}
+
 func TestBareEnvironment(t *testing.T) {
 	t.Parallel()
 	for name, change := range map[string]func(*belayRun){

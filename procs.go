@@ -668,8 +668,11 @@ type host struct {
 
 // newHost prepares the process before anything is started.
 func newHost() (*host, error) {
+	// In a PID namespace of our own without a /proc of its own (unshare -p -f), pids there are those of other processes.
+	own, err := os.Readlink("/proc/self")
+	other := map[bool]error{true: errors.New("/proc is of another PID namespace")}[own != strconv.Itoa(os.Getpid())]
 	// prctl(2): the key in our environment and memory is not for commands, which run as the same user.
-	if err := cmp.Or(beParent(), unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)); err != nil {
+	if err = cmp.Or(err, other, beParent(), unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)); err != nil {
 		return nil, fmt.Errorf("cannot prepare the process, which needs /proc mounted to see and end what it starts: %w; see docs/runbook.md#environment", err)
 	}
 	self, _ := readProc(os.Getpid())
