@@ -228,16 +228,17 @@ func services(cfg *config, stdout *bufio.Writer) (code int, err error) {
 	return flushed(stdout, 0)
 }
 
-// receipts reads the list of a home, without the withdrawn ones. A torn line
-// is skipped.
+// receipts reads the list of a home, without the withdrawn ones. A torn record
+// is skipped, and not the next one, which then begins in its line: inside of a
+// record these characters cannot stand, since JSON escapes the quotes.
 func receipts(home string) (all []receipt, err error) {
 	b, err := os.ReadFile(filepath.Join(home, "services", "released.jsonl"))
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
-	for line := range strings.Lines(string(b)) {
+	for _, rest := range strings.Split(string(b), `{"task_id"`) {
 		var r receipt
-		if json.Unmarshal([]byte(line), &r) == nil {
+		if json.Unmarshal([]byte(`{"task_id"`+rest), &r) == nil {
 			all = append(slices.DeleteFunc(all, func(o receipt) bool { return o.TaskID == r.TaskID }), r)
 		}
 	}
