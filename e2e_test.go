@@ -1026,6 +1026,7 @@ func TestReusedPidIsRefused(t *testing.T) {
 	}{
 		{"start time", "pid reused", func(r *receipt) { r.StartTime++ }, 1},
 		{"boot", "gone", func(r *receipt) { r.BootID = "other" }, 0},
+		{"boot that was not known", "unknown", func(r *receipt) { r.BootID = "" }, 1},
 		{"pid namespace", "unknown", func(r *receipt) { r.PIDNS = "pid:[1]" }, 1},
 	} {
 		boot, ns := place()

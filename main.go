@@ -245,10 +245,11 @@ func receipts(home string) (all []receipt, err error) {
 	return slices.DeleteFunc(all, func(r receipt) bool { return r.Withdrawn }), nil
 }
 
-// state says what became of a service: of these the first that is true.
+// state says what became of a service: of these the first that is true. A boot
+// that /proc does not name (subset=pid) says nothing about another one.
 func (r receipt) state() string {
 	p, ok := readProc(r.PID)
 	boot, ns := place()
-	return cmp.Or(keep("gone", r.BootID != boot), keep("unknown", r.PIDNS != ns), keep("pid reused", ok && p.start != r.StartTime),
+	return cmp.Or(keep("gone", r.BootID != boot && r.BootID != "" && boot != ""), keep("unknown", r.PIDNS != ns || r.BootID != boot), keep("pid reused", ok && p.start != r.StartTime),
 		keep("gone", !ok || p.dead()), "running")
 }
