@@ -314,6 +314,28 @@ func TestFileToolInADirectoryThatHangs(t *testing.T) {
 	}
 }
 
+// A keeper in a frozen cgroup (version 1) cannot be killed. Its command had a
+// limit of time, which ends nothing then; the run must not say that it completed.
+func TestKeeperThatIsFrozen(t *testing.T) {
+	ofTheBinary(t)
+	t.Parallel()
+	dir := "/sys/fs/cgroup/freezer/belay-test-" + randomHex()
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		t.Skipf("it needs root and the freezer of cgroup version 1: %v", err)
+	}
+	t.Cleanup(func() { until(t, "the cgroup is empty", leftWait, func() bool { return os.Remove(dir) == nil }) })
+	frozen := map[string]any{"command": "echo $PPID > " + dir + "/cgroup.procs; echo FROZEN > " + dir + "/freezer.state; sleep 600", "timeout_ms": 1000}
+	r := execRun(t, serve(t, calls("Bash", frozen), say("done"))).start()
+	code := r.wait()
+	os.WriteFile(dir+"/freezer.state", []byte("THAWED"), 0) // its SIGKILL waits for this
+	if text := r.out.String(); code != 1 || !strings.Contains(text, "keeper pid") {
+		t.Errorf("exit code %d: %s", code, text)
+	}
+	for _, pid := range inDir(r.workspace) { // init's, once the keeper is dead
+		syscall.Kill(pid, syscall.SIGKILL)
+	}
+}
+
 // processesOf counts threads too, as the limit does.
 func processesOf(uid int) (n int) {
 	for _, p := range processes() {

@@ -1003,8 +1003,9 @@ func (t *jobs) file(ctx context.Context, r *fileRequest) (string, error) {
 	return j.last.Text, nil
 }
 
-// forget drops a finished job, so that a long run does not grow.
-func (t *jobs) forget(j *job) { t.all = slices.DeleteFunc(t.all, func(k *job) bool { return k == j }) }
+// forget drops a finished job, so that a long run does not grow. One that could
+// not be ended stays: the end of the run tries again, and names it.
+func (t *jobs) forget(j *job) { t.all = t.list(func(k *job) bool { return k != j || !j.over.Load() }) }
 
 // list gives the jobs that which names, in order of their start.
 func (t *jobs) list(which func(*job) bool) []*job {
