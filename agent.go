@@ -135,7 +135,6 @@ type printer struct {
 	fail           context.CancelCauseFunc
 	writing        chan struct{} // of one place: holds something while a write is under way
 
-	mu      sync.Mutex             // over stderr
 	running atomic.Pointer[string] // the tool call under way
 
 	// owned by the goroutine of the run: results so far; lines that came after its end
@@ -176,16 +175,19 @@ func (p *printer) write(ctx context.Context, line []byte) (err error) {
 // foreign text: control characters are replaced, further lines begin with a bar
 // (GitHub takes ::command:: behind blanks), and of two # the second is replaced
 // (##[command] and ##vso[command] count anywhere in a line). A stderr that
-// takes nothing for lastLines loses the line; only a receipt's stops the run.
+// takes nothing holds up the run for lastLines; only a receipt's error stops it.
+// poll(2) is not asked: a terminal that stands still says that it takes a line,
+// and takes a part of it.
 func (p *printer) say(format string, args ...any) (err error) {
 	text := regexp.MustCompile(`[^\P{Cc}\n\t]`).ReplaceAllString(strings.ToValidUTF8(fmt.Sprintf(format, args...), "\uFFFD"), "\uFFFD")
 	text = strings.NewReplacer("##", "#\uFFFD", "\n", "\n  | ").Replace(text) + "\n"
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for piece := range slices.Chunk([]byte(text), atomicWrite) {
-		if err = cmp.Or(err, map[bool]error{false: errors.New("stderr takes nothing")}[takesOneWrite(int(p.stderr.Fd()), lastLines)]); err == nil {
-			_, err = p.stderr.Write(piece)
-		}
+	written := make(chan error, 1)
+	// owner: say; ends when stderr has taken the text; joined by written, but for a reader that stands still
+	go func() { _, err := p.stderr.WriteString(text); written <- err }()
+	select {
+	case err = <-written:
+	case <-time.After(lastLines):
+		err = errors.New("stderr takes nothing")
 	}
 	return err
 }
@@ -813,6 +815,9 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 	// and from the moment that it is sure to happen signals are held; else signals count until the last byte.
 	lines := x.closing(endingOf(nil), answer, released)
 	held := x.format == "stream-json" && list != nil && len(lines) <= atomicWrite
+	// A terminal may take a part of a piece: one that is under way when the run is ended has lastLines more.
+	last, giveUp := context.WithCancelCause(context.Background())
+	defer context.AfterFunc(ctx, func() { time.AfterFunc(lastLines, func() { giveUp(context.Cause(ctx)) }) })()
 	for piece := range slices.Chunk(lines, atomicWrite) {
 		for ctx.Err() == nil && !takesOneWrite(int(x.stdout.Fd()), superviseTick) {
 			// poll(2) has no channel, hence a look at ctx now and then
@@ -823,7 +828,7 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 			err = failed("service_exited", "a service ended before it was let go")
 		}
 		if err == nil {
-			err = x.write(context.Background(), piece)
+			err = x.write(last, piece)
 		}
 		if err != nil {
 			break

@@ -21,6 +21,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // exec_test.go runs `belay exec` against scripted servers: every tool field,
@@ -541,6 +543,63 @@ func TestReaderThatStandsStill(t *testing.T) {
 				t.Errorf("exit code %d, want %d", code, c.code)
 			}
 			noneLeft(t, tag)
+		})
+	}
+}
+
+// terminal gives both ends of one: what is written to the second, nobody reads.
+func terminal(t *testing.T) (master, slave *os.File) {
+	t.Helper()
+	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR|syscall.O_NOCTTY, 0)
+	needNil(t, err)
+	t.Cleanup(func() { master.Close() })
+	n, err := unix.IoctlGetInt(int(master.Fd()), unix.TIOCGPTN)
+	needNil(t, err)
+	needNil(t, unix.IoctlSetPointerInt(int(master.Fd()), unix.TIOCSPTLCK, 0))
+	slave, err = os.OpenFile(fmt.Sprintf("/dev/pts/%d", n), os.O_RDWR|syscall.O_NOCTTY, 0)
+	needNil(t, err)
+	return master, slave
+}
+
+// A terminal that stands still says that it takes a line, and takes a part of it.
+// That holds up neither a signal nor --timeout.
+func TestTerminalThatStandsStill(t *testing.T) {
+	ofTheBinary(t)
+	t.Parallel()
+	many := make([]map[string]any, 1500) // each is refused, with a long line
+	for i := range many {
+		many[i] = map[string]any{"action": "wait", "task_id": "none"}
+	}
+	for _, c := range []struct {
+		stream string
+		code   int
+	}{{"stdout", 124}, {"stdout", 143}, {"stderr", 124}, {"stderr", 143}} {
+		t.Run(fmt.Sprint(c.stream, " ", c.code), func(t *testing.T) {
+			t.Parallel()
+			p := serve(t, calls("Bash", many...), say(strings.Repeat("word ", 40_000)))
+			r := execRun(t, p, "--output-format", "text", "--timeout", map[int]string{124: "5s", 143: "1h"}[c.code])
+			_, slave := terminal(t)
+			if c.stream == "stdout" {
+				r.cmd.Stdout = slave
+			} else {
+				r.cmd.Stderr = slave
+			}
+			r.start()
+			slave.Close()
+			if c.code == 143 {
+				<-time.After(5 * time.Second) // nothing shows that it is stuck
+				r.cmd.Process.Signal(syscall.SIGTERM)
+			}
+			select {
+			case <-r.waited:
+			case <-time.After(leftWait):
+				t.Error("belay did not end")
+				r.cmd.Process.Kill()
+				<-r.waited
+			}
+			if code := r.cmd.ProcessState.ExitCode(); code != c.code {
+				t.Errorf("exit code %d, want %d", code, c.code)
+			}
 		})
 	}
 }
