@@ -37,30 +37,28 @@ import (
 // however much text arrived, and no call of it is ever handed out.
 
 const (
-	maxEvent       = 64 << 20               // bytes of one event, and kept of one answer: arguments of 32 MB are real, a server gone wild must end
-	readSize       = 32 << 10               // bytes of one read: two TLS records
-	maxErrorBody   = 256 << 10              // bytes read of an error answer or web page
-	maxMessage     = 2000                   // bytes of a server's words shown to the user
-	maxFaultDepth  = 8                      // nesting of an error: array, error, message, detail, list is 5
-	cumulative     = 1000                   // bytes of arguments that no piece repeats by chance
-	callCost       = 256                    // bytes that a call costs beside its text, for the bound on an answer
-	connectTimeout = 30 * time.Second       // for TCP and for TLS; a far host under load takes 10
-	finishGrace    = 2 * time.Second        // wait for usage and sentinel after a finish reason
-	lateChance     = 100 * time.Millisecond // after a limit has passed: what waits in the socket may still be read
-	maxRetryAfter  = 5 * time.Minute        // longer is for the caller's scheduler, not for a held runner
-	farFuture      = 365 * 24 * time.Hour   // what any longer Retry-After is taken for
-	idleConnection = 2 * time.Second        // llama-server drops idle connections after 5 s; ours must go first
-	madeUpID       = 9                      // letters and digits of our ids: the only form that Mistral's templates take
+	maxEvent       = 64 << 20             // bytes of one event, and kept of one answer: arguments of 32 MB are real, a server gone wild must end
+	readSize       = 32 << 10             // bytes of one read: two TLS records
+	maxFaultDepth  = 8                    // nesting of an error: array, error, message, detail, list is 5
+	connectTimeout = 30 * time.Second     // for TCP and for TLS; a far host under load takes 10
+	maxRetryAfter  = 5 * time.Minute      // longer is for the caller's scheduler, not for a held runner
+	farFuture      = 365 * 24 * time.Hour // what any longer Retry-After is taken for
+	idleConnection = 2 * time.Second      // llama-server drops idle connections after 5 s; ours must go first
+	madeUpID       = 9                    // letters and digits of our ids: the only form that Mistral's templates take
 
-	sentinel, inside = "[DONE]", "the answer holds an error: "
+	// Bytes of arguments that no piece repeats by chance; bytes that a call costs beside its text, for the bound on an answer.
+	cumulative, callCost = 1000, 256
+	// Wait for usage and sentinel after a finish reason; after a limit has passed, what waits in the socket may still be read.
+	finishGrace, lateChance = 2 * time.Second, 100 * time.Millisecond
+	// Bytes read of an error answer or web page, and of a server's words shown to the user.
+	maxErrorBody, maxMessage = 256 << 10, 2000
+	sentinel, inside         = "[DONE]", "the answer holds an error: "
 	// How messages are encoded here: merging and the null repair work on these
 	// bytes, so that what was sent once stays as it is.
 	userStart, emptyTurn = `{"role":"user","content":"`, `{"content":"",`
 )
 
-var errSilent = errors.New("nothing arrived within limits.liveness_ms")
-
-var errReplayEnd = errors.New("the recording holds no further response")
+var errSilent, errReplayEnd = errors.New("nothing arrived within limits.liveness_ms"), errors.New("the recording holds no further response")
 
 // clientOptions are plain values, set once.
 type clientOptions struct {
@@ -122,7 +120,7 @@ type reply struct {
 type call struct {
 	id, name, raw string
 	args          json.RawMessage
-	extra         map[string]json.RawMessage
+	extra         map[string]any
 }
 
 // usage counts tokens; nil = not reported.
@@ -274,9 +272,7 @@ func assistantMessage(r *reply, calls []call) json.RawMessage {
 	var list []map[string]any
 	for _, c := range calls {
 		list = append(list, map[string]any{"id": c.id, "type": "function", "function": map[string]string{"name": c.name, "arguments": cmp.Or(string(c.args), "{}")}})
-		for key, val := range c.extra {
-			list[len(list)-1][key] = val
-		}
+		maps.Copy(list[len(list)-1], c.extra)
 	}
 	if len(list) > 0 {
 		m["tool_calls"], m["reasoning_details"], m[r.reasoningKey] = list, r.details, r.reasoning
@@ -298,9 +294,7 @@ func (c *client) attempt(ctx context.Context, r *request, body []byte, emit emit
 		return &b.reply, nil
 	}
 	failed.heard = b.said.Len()+b.thought.Len() > 0
-	if failed.category == "auth" && c.keyNote != "" {
-		failed.message += "; " + c.keyNote
-	}
+	failed.message += map[bool]string{true: "; " + c.keyNote}[failed.category == "auth" && c.keyNote != ""]
 	// Some servers repeat the key in their refusal.
 	failed.message = strings.ReplaceAll("POST "+c.where+": "+failed.message, string(c.secret()), "[key]")
 	return nil, failed
@@ -382,12 +376,8 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 	}
 	raw, _ := io.ReadAll(io.LimitReader(src, maxErrorBody)) // a body that breaks off still has its status
 	e := refusal(bytes.ReplaceAll(raw, c.secret(), []byte("[key]")), resp.StatusCode, fmt.Sprintf("%d %s: ", resp.StatusCode, http.StatusText(resp.StatusCode)))
-	if e.retryAfter = retryAfter(h, time.Now()); e.retryAfter > maxRetryAfter {
-		e.message += "; the server asks to come back after " + time.Now().Add(e.retryAfter).UTC().Format(time.RFC3339)
-	}
-	if e.status/100 == 3 {
-		e.message += "; redirects are not followed, set the base URL to where it leads: " + bareURL(h.Get("Location"))
-	}
+	e.retryAfter = retryAfter(h, time.Now())
+	e.message += map[bool]string{true: "; the server asks to come back after " + time.Now().Add(e.retryAfter).UTC().Format(time.RFC3339)}[e.retryAfter > maxRetryAfter] + map[bool]string{true: "; redirects are not followed, set the base URL to where it leads: " + bareURL(h.Get("Location"))}[e.status/100 == 3]
 	return e
 }
 
@@ -674,7 +664,7 @@ func (b *builder) call(o object) {
 		p = cmp.Or(b.at[id], b.at[""])
 	}
 	if p == nil || name != "" && (id != "" && p.id != "" && id != p.id || p.restarts([]byte(piece), id != "" && id == p.id)) {
-		p = &partial{call: call{extra: map[string]json.RawMessage{}}}
+		p = &partial{call: call{extra: map[string]any{}}}
 		b.parts, b.at[""], b.kept = append(b.parts, p), p, b.kept+callCost
 	}
 	p.id, p.name, p.joined = cmp.Or(p.id, id), cmp.Or(p.name, name), append(p.joined, name...)
@@ -692,7 +682,7 @@ func (b *builder) call(o object) {
 	}
 	for _, m := range o {
 		if !slices.Contains([]string{"index", "id", "type", "function"}, string(m.key)) && string(m.val) != "null" {
-			p.extra[string(m.key)], b.kept = bytes.Clone(m.val), b.kept+len(m.val)
+			p.extra[string(m.key)], b.kept = json.RawMessage(bytes.Clone(m.val)), b.kept+len(m.val)
 		}
 	}
 	b.kept += len(piece) + len(name)
@@ -772,9 +762,7 @@ func (b *builder) settle() bool {
 			b.ids[c.id], b.calls = true, append(b.calls, c)
 		}
 	}
-	if proper && len(b.calls) > 0 {
-		b.finish = "tool_calls"
-	}
+	b.finish = cmp.Or(map[bool]string{true: "tool_calls"}[proper && len(b.calls) > 0], b.finish)
 	return !proper || len(b.calls) > 0 || strings.TrimSpace(b.text) != ""
 }
 

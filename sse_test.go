@@ -226,7 +226,7 @@ func outcome(h *heard, rep *reply, err error) map[string]any {
 		call := map[string]any{"id": c.id, "name": c.name, "arguments": string(c.args) + c.raw}
 		for key, val := range c.extra {
 			var v any
-			json.Unmarshal(val, &v)
+			json.Unmarshal(val.(json.RawMessage), &v)
 			call[key] = v
 		}
 		calls = append(calls, call)
