@@ -595,7 +595,7 @@ func (b *builder) choice(o object, place int) bool {
 		return false
 	}
 	b.seen = true
-	b.hear(&b.said, "content", str(o.get("text"))) // the shape of plain completions
+	b.hear(&b.said, "content", text(o.get("text"))) // the shape of plain completions
 	b.delta(parse(o.get("delta")))
 	if m := parse(o.get("message")); m != nil && b.said.Len()+b.thought.Len()+len(b.parts) == 0 { // else it repeats the deltas
 		b.delta(m)
@@ -614,22 +614,17 @@ func (b *builder) choice(o object, place int) bool {
 // said stop. A refusal is text, or the user would see an empty answer.
 func (b *builder) delta(o object) {
 	keys := []string{"reasoning_content", "reasoning", "reasoning_text", "thinking"}
-	if i := slices.IndexFunc(keys, func(key string) bool { return str(o.get(key)) != "" }); i >= 0 {
+	if i := slices.IndexFunc(keys, func(key string) bool { return text(o.get(key)) != "" }); i >= 0 {
 		b.reasoningKey = cmp.Or(b.reasoningKey, keys[i])
-		b.hear(&b.thought, "reasoning", str(o.get(keys[i])))
+		b.hear(&b.thought, "reasoning", text(o.get(keys[i])))
 	}
 	for _, m := range parse(o.get("reasoning_details")) {
 		b.details, b.kept = append(b.details, bytes.Clone(m.val)), b.kept+len(m.val)
 	}
-	b.hear(&b.said, "content", str(o.get("content"))+str(o.get("refusal")))
 	for _, m := range parse(o.get("content")) {
-		part := parse(m.val)
-		b.hear(&b.thought, "reasoning", str(part.get("thinking")))
-		for _, m := range parse(part.get("thinking")) {
-			b.hear(&b.thought, "reasoning", str(parse(m.val).get("text")))
-		}
-		b.hear(&b.said, "content", str(part.get("text")))
+		b.hear(&b.thought, "reasoning", text(parse(m.val).get("thinking")))
 	}
+	b.hear(&b.said, "content", text(o.get("content"))+str(o.get("refusal")))
 	calls := parse(o.get("tool_calls"))
 	if one := o.get("tool_calls"); len(one) > 0 && one[0] == '{' {
 		calls = object{{val: one}}
@@ -1002,6 +997,22 @@ func str(raw []byte) string {
 	var s string
 	_ = json.Unmarshal(raw, &s) // cannot fail: raw is valid
 	return s
+}
+
+// text gives what a piece of text says: a string, a bare number (Cloudflare
+// prints the token 6 so), or what stands under text in an object or in those of
+// a list. Deeper lists are none, so that this takes no longer than to read them.
+func text(raw []byte) string {
+	if len(raw) > 0 && raw[0] <= '9' { // a quote, a minus or a digit
+		return word(raw)
+	}
+	var s strings.Builder
+	for _, m := range parse(raw) {
+		if m.key == nil && m.val[0] != '[' || string(m.key) == "text" && m.val[0] <= '9' {
+			s.WriteString(text(m.val))
+		}
+	}
+	return s.String()
 }
 
 // word gives a string, or the text of any other value; null is absent. An id of
