@@ -477,7 +477,7 @@ func (r *eventReader) take() bool {
 
 // builder assembles one answer, for one attempt. at finds calls by id ("" the
 // last one) and by NUL + index: never an array, an index may be two billion. reason is the
-// server's, "" = none yet; whole: one complete message came; seen: any choice
+// server's, "" = none yet; whole: a message came in place of deltas; seen: any choice
 // came; kept: bytes held, bounded by maxEvent; reply is complete after end.
 type builder struct {
 	reply
@@ -511,7 +511,7 @@ func (b *builder) read(src io.Reader, ended func()) *apiError {
 			err = b.event(data, r)
 		}
 		if err != nil {
-			return b.end(err)
+			return b.end(err, r.bare)
 		}
 		if b.reason != "" && b.kept > held {
 			held = b.kept
@@ -559,8 +559,7 @@ func (b *builder) event(data []byte, r *eventReader) error {
 
 // value takes a chunk, a whole answer, an error, or a list of them (Gemini).
 // An error is an object under error, a status of MiniMax, or a message without
-// choices; "error": null is none. Text beside an error is kept. io.EOF says
-// that the answer is whole.
+// choices; "error": null is none. Text beside an error is kept.
 func (b *builder) value(raw []byte) (err error) {
 	o := parse(raw)
 	choices := parse(o.get("choices"))
@@ -578,8 +577,6 @@ func (b *builder) value(raw []byte) (err error) {
 		return refusal(raw, 0, inside)
 	case b.kept > maxEvent:
 		return &apiError{category: "malformed", message: "the answer is longer than 64 MiB"}
-	case b.whole:
-		return io.EOF
 	case p != nil:
 		b.emit("progress", "processed", cmp.Or(number(p.get("processed")), new(int64)), "total", cmp.Or(number(p.get("total")), new(int64)))
 	}
@@ -597,7 +594,7 @@ func (b *builder) choice(o object, place int) bool {
 	b.seen = true
 	b.hear(&b.said, "content", text(o.get("text"))) // the shape of plain completions
 	b.delta(parse(o.get("delta")))
-	if m := parse(o.get("message")); m != nil && b.said.Len()+b.thought.Len()+len(b.parts) == 0 { // else it repeats the deltas
+	if m := parse(o.get("message")); m != nil && (b.whole || b.said.Len()+b.thought.Len()+len(b.parts) == 0) { // else it repeats the deltas
 		b.delta(m)
 		b.whole = !present(o.get("delta"))
 	}
@@ -637,8 +634,12 @@ func (b *builder) delta(o object) {
 	}
 }
 
-// hear takes a piece of visible text or of thinking; kind is its event.
+// hear takes a piece of visible text or of thinking; kind is its event. A later
+// message in a stream begins with the one before, or is a piece itself.
 func (b *builder) hear(to *strings.Builder, kind, s string) {
+	if b.whole {
+		s = strings.TrimPrefix(s, to.String())
+	}
 	to.WriteString(s)
 	if b.kept += len(s); s != "" {
 		b.emit(kind, "content", s)
@@ -719,16 +720,17 @@ func (p *partial) finish(offered []string, cut bool) call {
 }
 
 // end decides what the answer is once nothing more will come; err is what ended
-// it. After a finish reason a read error is noise: the answer is complete and
+// it. A message ends an answer by itself if it is the body; in a stream more of
+// it may follow. After a finish reason a read error is noise: the answer is complete and
 // only the last chunk of the transfer is missing. Before it, a clean end of the
 // body is a broken answer like any other.
-func (b *builder) end(err error) *apiError {
+func (b *builder) end(err error, bare bool) *apiError {
 	failed := &apiError{category: "truncated", message: "the answer broke off without a finish reason: " + err.Error(), retryable: true}
 	switch {
 	case errors.As(err, &failed):
 	case b.reason == "error":
 		failed.category, failed.message = "stream_error", "the server ended the answer with the reason error"
-	case b.reason != "" || b.whole || b.sentinel:
+	case b.reason != "" || b.whole && bare || b.sentinel:
 		if b.settle() {
 			return nil
 		}

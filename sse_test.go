@@ -391,6 +391,11 @@ func sseChunk(delta string, finish ...string) string {
 
 const done = "data: [DONE]\n\n"
 
+// messageEvent is an event that holds a message in place of a delta.
+func messageEvent(text, finish string) string {
+	return `data: {"choices":[{"index":0,"message":{"role":"assistant","content":` + quote(text) + `},"finish_reason":` + finish + "}]}\n\n"
+}
+
 // answer is a whole plain stream with one text.
 func sseAnswer(text string) string {
 	return sseChunk(`{"content":`+quote(text)+`}`) + sseChunk(`{}`, "stop") + done
@@ -532,6 +537,13 @@ func TestAnswersOfEveryKind(t *testing.T) {
 		{"length keeps whole calls", list(`"{\"p\":1}"`) + sseChunk(callDelta(`{"index":1,"id":"b","function":{"name":"rm","arguments":"{\"q\":"}}`, `{"index":2,"id":"c","function":{"name":"rm"}}`)) + sseChunk(`{}`, "length") + done, `text="" a:ls({"p":1}) finish=length`},
 		{"extra keys", sseChunk(callDelta(`{"index":0,"id":"a","function":{"name":"ls","arguments":"{}"},"extra_content":{"s":"x"},"z":null}`)) + end, `text="" a:ls({})+extra_content={"s":"x"} finish=tool_calls`},
 		{"message with calls in an event", `data: {"choices":[{"message":{"content":null,"tool_calls":[{"id":"a","function":{"name":"ls","arguments":"{}"}}]},"finish_reason":"tool_calls"}]}` + "\n\n" + done, `text="" a:ls({}) finish=tool_calls`},
+		{"messages that grow", messageEvent("one ", "null") + messageEvent("one two", `"stop"`) + done, `text="one two" finish=stop`},
+		{"messages in pieces", messageEvent("one ", "null") + messageEvent("two", "null") + messageEvent("", `"stop"`), `text="one two" finish=stop`},
+		{"messages that break off", messageEvent("one ", "null") + messageEvent("two", "null"), `text="one two" error=truncated retry=true "the answer broke off without a finish reason: EOF"`},
+		{"error after a message", messageEvent("one", "null") + `data: {"error":{"message":"boom"}}` + "\n\n", `text="one" error=stream_error retry=true "the answer holds an error: boom"`},
+		{"output limit after a message", messageEvent("one", "null") + sseChunk(`{}`, "length") + done, `text="one" finish=length`},
+		{"usage after a message", messageEvent("one", `"stop"`) + `data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2}}` + "\n\n" + done, `text="one" finish=stop usage=5/2/<nil>/<nil>`},
+		{"thinking in parts of a whole answer", `{"choices":[{"message":{"content":[{"thinking":"a"},{"thinking":"ab"},{"text":"ok"}]},"finish_reason":"stop"}]}`, `text="ok" reasoning="aab" finish=stop`},
 		{"reason tool_calls without calls", sseChunk(`{"content":"a"}`, "tool_calls") + done, `text="a" finish=tool_calls`},
 		{"index changes in continuation", list(`"{\"p\":"`) + sseChunk(callDelta(`{"index":1,"id":"a","function":{"arguments":"1}"}}`)) + end, `text="" a:ls({"p":1}) finish=tool_calls`},
 		{"index comes late", sseChunk(callDelta(`{"id":"a","function":{"name":"ls","arguments":"{\"p\":"}}`)) + sseChunk(callDelta(`{"index":0,"function":{"arguments":"1}"}}`)) +
