@@ -840,7 +840,8 @@ func classify(status int, inside bool, said string) (category string, retryable 
 		retryable, applies bool
 	}
 	rules := []rule{
-		{"context_length", false, status == 413 || !slices.Contains([]int{401, 403, 404, 429}, status) && has(`context[_ ](length|size|window|limit)|maximum context|(prompt|input) (is )?too long`)},
+		// Outside of a plain refusal, tokens that exceed something may be those of a minute.
+		{"context_length", false, status == 413 || !slices.Contains([]int{401, 403, 404, 429}, status) && (has(`context[_ ](length|size|window|limit|shift)|maximum (context|prompt)|(prompt|input) (is )?too long`) || slices.Contains([]int{400, 422, 500}, status) && has(`\b(prompt|input|messages)\b.{0,40} too (long|large|big)|\b(prompt|length|tokens?)\b.{0,40} exceed|exceed.{0,40} (token limit|number of tokens)|(longer|more) than (the )?max|max_seq_len|max_new_tokens.? must be|tokens_limit|range of input length|token count .{0,40} supports up to`))},
 		{"billing", false, status == 402 || !has(`resource_exhausted`) && has(`insufficient[_ ](user_)?(quota|balance|credit|funds)|credit balance|billing_|payment required|exceeded your current quota`)}, // Gemini says RESOURCE_EXHAUSTED with its quota per minute
 		{"auth", false, status == 401 || status == 403 || vague && has(`(invalid|incorrect)[_ ]api[_ ]key|authentication[_ ](error|failed)|unauthorized|permission[_ ]denied`)},
 		{"not_found", false, status == 404 || status == 405 || status/100 == 3 || has(`model_not_found`) || vague && has(`not_found_error|unexpected endpoint|\bmodel\b.{1,200}(not found|does not exist)`)},
