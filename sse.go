@@ -564,7 +564,7 @@ func (b *builder) value(raw []byte) (err error) {
 	o := parse(raw)
 	choices := parse(o.get("choices"))
 	bad := present(o.get("error")) || present(parse(o.get("base_resp")).get("status_code")) || // MiniMax
-		len(choices) == 0 && (present(o.get("message", "detail", "errors", "error_msg")) || string(o.get("type", "object")) == `"error"`)
+		len(choices) == 0 && (present(o.get("message", "detail", "errors", "error_msg", "error_message", "msg")) || string(o.get("type", "object")) == `"error"`)
 	b.addUsage(parse(o.get("usage")))
 	for i, m := range choices {
 		bad = b.choice(parse(m.val), i) || bad
@@ -814,7 +814,7 @@ func (e *apiError) read(raw []byte, depth int) {
 	}
 	for _, m := range o {
 		switch word := word(m.val); string(m.key) {
-		case "", "choices", "error", "errors", "message", "detail", "msg", "loc", "status_msg", "base_resp", "metadata", "raw", "error_description", "error_msg", "title":
+		case "", "choices", "error", "errors", "message", "detail", "msg", "loc", "status_msg", "base_resp", "metadata", "raw", "error_description", "error_msg", "error_message", "title":
 			e.read(m.val, depth+1)
 		case "code", "status", "status_code", "type", "param", "error_type", "details":
 			if n, _ := strconv.Atoi(word); n >= 400 && n < 600 {

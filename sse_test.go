@@ -556,6 +556,9 @@ func TestAnswersOfEveryKind(t *testing.T) {
 		// errors inside
 		{"errors in a list", `data: {"errors":[{"message":"boom"}]}` + "\n\n", `text="" error=stream_error retry=true "the answer holds an error: boom"`},
 		{"error_msg", `{"error_code":17,"error_msg":"boom"}`, `text="" error=stream_error retry=true "the answer holds an error: boom"`},
+		{"msg", `data: {"code":50505,"msg":"boom"}` + "\n\n", `text="" error=stream_error retry=true "the answer holds an error: boom"`},
+		{"error_message", `{"error_message":"boom"}`, `text="" error=stream_error retry=true "the answer holds an error: boom"`},
+		{"msg of a chunk is none", `data: {"code":0,"msg":"ok","choices":[{"delta":{"content":"a"}}]}` + "\n\n" + sseChunk(`{}`, "stop"), `text="a" finish=stop`},
 		{"error without words", `data: {"error":{"code":"server_error"}}` + "\n\n", `text="" error=stream_error retry=true "the answer holds an error: {\"error\":{\"code\":\"server_error\"}}"`},
 		{"error as text", "data: {\"error\":\"boom\"}\n\n", `text="" error=stream_error retry=true "the answer holds an error: boom"`},
 		{"error in the choice", `data: {"choices":[{"delta":{},"error":{"code":429,"message":"slow"},"finish_reason":"error"}]}` + "\n\n", `text="" error=rate_limit retry=true "the answer holds an error: slow"`},
