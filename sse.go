@@ -982,14 +982,15 @@ func parse(raw []byte) (o object) {
 	return o
 }
 
-// get gives the last value under one of keys, nil if there is none.
-func (o object) get(keys ...string) []byte {
-	for i := len(o) - 1; i >= 0; i-- {
-		if slices.Contains(keys, string(o[i].key)) {
-			return o[i].val
+// get gives the last value under key, or the last present one under one of
+// keys, of which gateways fill in some and leave null or 0 under the others.
+func (o object) get(keys ...string) (val []byte) {
+	for _, m := range o {
+		if slices.Contains(keys, string(m.key)) && (len(keys) == 1 || val == nil || present(m.val)) {
+			val = m.val
 		}
 	}
-	return nil
+	return val
 }
 
 // str decodes a JSON string, a lone surrogate replaced; anything else is "".
