@@ -666,7 +666,7 @@ func (b *builder) call(o object) {
 	p.id, p.name, p.joined = cmp.Or(p.id, id), cmp.Or(p.name, name), append(p.joined, name...)
 	b.at["\x00"+index], b.at[p.id] = p, p
 	switch {
-	case piece == "":
+	case piece == "" || p.repeats([]byte(piece)):
 	case fn.get("arguments")[0] == '{': // a server that sends objects sends each one whole
 		p.text, p.last = []byte(piece), piece
 	case len(p.last) > cumulative && strings.HasPrefix(piece, p.last): // all of them are kept once, or a file of 100 kB would be 1 GB
@@ -689,11 +689,19 @@ func (b *builder) call(o object) {
 // complete too, and {} is the placeholder that some servers begin with.
 func (p *partial) restarts(piece []byte, sameID bool) bool {
 	old, piece := bytes.TrimSpace(p.text), bytes.TrimSpace(piece)
-	if p.name == "" || !bytes.HasPrefix(piece, []byte("{")) || !isObject(old) || sameID && (string(old) == "{}" || !isObject(piece)) {
+	if p.name == "" || !bytes.HasPrefix(piece, []byte("{")) || !isObject(old) || sameID && (string(old) == "{}" || !isObject(piece)) || p.repeats(piece) {
 		return false
 	}
 	last := len(old) - 1
 	return !bytes.HasPrefix(piece, old[:last]) || len(piece) <= last || piece[last] != ',' && piece[last] != '}'
+}
+
+// repeats says whether piece is all of the arguments once more, though with other
+// blanks: vLLM ends some calls with what it has parsed. A length that differs much
+// is looked at no further, so that this costs no more than the pieces.
+func (p *partial) repeats(piece []byte) bool {
+	var old, again bytes.Buffer
+	return 2*len(piece) >= len(p.text) && isObject(piece) && json.Compact(&old, p.text) == nil && json.Compact(&again, piece) == nil && bytes.Equal(old.Bytes(), again.Bytes())
 }
 
 // finish gives the call that the pieces mean. Its name is the first piece, or

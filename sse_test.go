@@ -554,6 +554,10 @@ func TestAnswersOfEveryKind(t *testing.T) {
 		{"index as a fraction", sseChunk(callDelta(`{"index":0.0,"id":"a","function":{"name":"ls","arguments":"{"}}`)) + sseChunk(callDelta(`{"index":0,"function":{"arguments":"}"}}`)) + end, `text="" a:ls({}) finish=tool_calls`},
 		{"placeholder, blank, arguments", list(`"{}"`) + sseChunk(callDelta(`{"index":0,"function":{"arguments":" {\"p\":"}}`)) + sseChunk(callDelta(`{"index":0,"function":{"arguments":"1}"}}`)) + end, `text="" a:ls({"p":1}) finish=tool_calls`},
 		{"cumulative after blanks", list(`" {\"p\":"`) + list(`" {\"p\":1}"`) + end, `text="" a:ls({"p":1}) finish=tool_calls`},
+		{"whole copy with other blanks at the end", list(`"{\"p\": "`) + sseChunk(callDelta(`{"index":0,"function":{"arguments":"\"a b\"}"}}`)) + list(`"{\"p\":\"a b\"}"`) + end, `text="" a:ls({"p": "a b"}) finish=tool_calls`},
+		{"whole copy with other blanks and without name", list(`"{\"p\":1}"`) + sseChunk(callDelta(`{"index":0,"function":{"arguments":"{\"p\": 1}"}}`)) + end, `text="" a:ls({"p":1}) finish=tool_calls`},
+		{"whole copy with other blanks and without id", sseChunk(callDelta(`{"index":0,"function":{"name":"ls","arguments":"{\"p\":1}"}}`)) + sseChunk(callDelta(`{"index":0,"function":{"name":"ls","arguments":"{\"p\": 1}"}}`)) + end, `text="" *:ls({"p":1}) finish=tool_calls`},
+		{"blanks in a string are no other blanks", sseChunk(callDelta(`{"function":{"name":"ls","arguments":"{\"p\":\"ab\"}"}}`)) + sseChunk(callDelta(`{"function":{"name":"ls","arguments":"{\"p\":\"a b\"}"}}`)) + end, `text="" *:ls({"p":"ab"}) *:ls({"p":"a b"}) finish=tool_calls`},
 		{"name in pieces, none offered", sseChunk(callDelta(`{"index":0,"id":"a","function":{"name":"read_","arguments":""}}`)) + sseChunk(callDelta(`{"index":0,"function":{"name":"file","arguments":"{}"}}`)) + end, `text="" a:read_file({}) finish=tool_calls`},
 		// errors inside
 		{"errors in a list", `data: {"errors":[{"message":"boom"}]}` + "\n\n", `text="" error=stream_error retry=true "the answer holds an error: boom"`},
