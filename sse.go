@@ -607,14 +607,16 @@ func (b *builder) choice(o object, place int) bool {
 
 // delta takes a delta or a message. Thinking may come under two names at once
 // with the same text, of which one is taken, or as parts of the content
-// (Mistral). Text after the reason counts: an inner step of a gateway may have
+// (Mistral). Empty thinking has a name, too: DeepSeek and Kimi refuse a turn with
+// calls that lacks it. Text after the reason counts: an inner step of a gateway may have
 // said stop. A refusal is text, or the user would see an empty answer.
 func (b *builder) delta(o object) {
 	keys := []string{"reasoning_content", "reasoning", "reasoning_text", "thinking"}
-	if i := slices.IndexFunc(keys, func(key string) bool { return text(o.get(key)) != "" }); i >= 0 {
-		b.reasoningKey = cmp.Or(b.reasoningKey, keys[i])
-		b.hear(&b.thought, "reasoning", text(o.get(keys[i])))
+	key := keys[max(0, slices.IndexFunc(keys, func(key string) bool { return text(o.get(key)) != "" }))]
+	if v := string(o.get(key)); b.thought.Len() == 0 && v != "" && v != "null" {
+		b.reasoningKey = key
 	}
+	b.hear(&b.thought, "reasoning", text(o.get(key)))
 	for _, m := range parse(o.get("reasoning_details")) {
 		b.details, b.kept = append(b.details, bytes.Clone(m.val)), b.kept+len(m.val)
 	}
@@ -993,9 +995,9 @@ func parse(raw []byte) (o object) {
 // get gives the last value under key, or the last present one under one of
 // keys, of which gateways fill in some and leave null or 0 under the others.
 func (o object) get(keys ...string) (val []byte) {
-	for _, m := range o {
-		if slices.Contains(keys, string(m.key)) && (len(keys) == 1 || val == nil || present(m.val)) {
-			val = m.val
+	for i := len(o) - 1; i >= 0 && (val == nil || len(keys) > 1 && !present(val)); i-- {
+		if slices.Contains(keys, string(o[i].key)) {
+			val = o[i].val
 		}
 	}
 	return val

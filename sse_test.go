@@ -787,6 +787,24 @@ func TestATurnGoesBackAsItCame(t *testing.T) {
 	}
 }
 
+// TestEmptyThinkingGoesBack: DeepSeek and Kimi answer 400 to a turn with calls
+// that lacks the field, although they sent it empty.
+func TestEmptyThinkingGoesBack(t *testing.T) {
+	ls := sseChunk(callDelta(`{"index":0,"id":"a","type":"function","function":{"name":"ls","arguments":"{}"}}`), "tool_calls")
+	for first, want := range map[string]string{
+		`{"reasoning_content":""}`:                  `"reasoning_content":"",`,
+		`{"reasoning_content":"","reasoning":"hm"}`: `"reasoning":"hm",`,
+		`{"reasoning_content":null}`:                `{"content":"","role":"assistant","tool_calls":`,
+	} {
+		f := newFake(t, stream(sseChunk(first)+sseChunk(`{"reasoning_content":null,"content":null}`)+ls))
+		rep := f.send(t, f.client(clientOptions{}), &request{messages: []json.RawMessage{userMessage("hi")}, learned: newLearned()})
+		raw := assistantMessage(rep, rep.calls)
+		if !strings.Contains(string(raw), want) {
+			t.Errorf("%s: went back as %s, want %s", first, raw, want)
+		}
+	}
+}
+
 func TestATurnWithoutCallsHasNoThinkingAndNoCalls(t *testing.T) {
 	if got := string(assistantMessage(&reply{text: "a", reasoning: "m", reasoningKey: "reasoning_content", details: []json.RawMessage{json.RawMessage("{}")}}, nil)); got != `{"content":"a","role":"assistant"}` {
 		t.Errorf("got %s", got)
