@@ -404,32 +404,33 @@ func (a *agent) ask(ctx context.Context) (*reply, error) {
 	}
 	for share := 2; ; share = 1 {
 		began := time.Now()
+		request.reported = nil
 		r, err := a.client.complete(ctx, request, a.emit)
+		a.account(request.reported, time.Since(began))
 		switch {
 		case ctx.Err() != nil:
 			return nil, context.Cause(ctx)
-		case err == nil:
-			a.account(r.usage, time.Since(began))
-			return r, nil
 		case endingOf(err).category != "context_length" || !a.shorten(share):
-			return nil, err
+			return r, err
 		}
 	}
 }
 
 func value(n *int64) int64 { return *cmp.Or(n, new(int64)) }
 
-// account adds up what a call reported.
-func (a *agent) account(u *usage, took time.Duration) {
-	if u == nil {
-		return
-	}
-	for i, n := range []*int64{u.input, u.output, u.cached, u.reasoning} {
-		if n != nil {
-			a.total[i] = new(value(a.total[i]) + *n)
+// account adds up what the attempts of a call reported: each of them costs.
+func (a *agent) account(reported []*usage, took time.Duration) {
+	var sum [4]*int64
+	for _, u := range reported {
+		for i, n := range []*int64{u.input, u.output, u.cached, u.reasoning} {
+			if n != nil {
+				a.total[i], sum[i] = new(value(a.total[i])+*n), new(value(sum[i])+*n)
+			}
 		}
 	}
-	a.emit("turn_usage", "turn", len(a.asked), "input_tokens", u.input, "output_tokens", u.output, "cached_tokens", u.cached, "reasoning_tokens", u.reasoning, "duration_ms", took.Milliseconds())
+	if sum != [4]*int64{} {
+		a.emit("turn_usage", "turn", len(a.asked), "input_tokens", sum[0], "output_tokens", sum[1], "cached_tokens", sum[2], "reasoning_tokens", sum[3], "duration_ms", took.Milliseconds())
+	}
 }
 
 // resultOf gives the id of the call that a message answers, "" if it is none.

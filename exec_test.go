@@ -920,6 +920,25 @@ func TestUsageThatIsNotReported(t *testing.T) {
 	}
 }
 
+// What failed attempts reported was paid for, and counts.
+func TestUsageOfFailedAttempts(t *testing.T) {
+	t.Parallel()
+	p := serve(t, say(""), say(""), bash("true"), say("done"))
+	r := execRun(t, p, "--set", "limits.retry_backoff_ms=[1, 1]").finish(0)
+	if u, m := r.events("turn_usage"), r.meta(); len(u) != 2 || u[0]["input_tokens"] != 36.0 || u[0]["output_tokens"] != 12.0 || u[1]["input_tokens"] != 12.0 || m["input_tokens"] != 48.0 || m["output_tokens"] != 16.0 {
+		t.Errorf("usage %v, metadata %v", u, m)
+	}
+	p = serve(t, say(""), say(""), bash("true"), say("done"))
+	r = execRun(t, p, "--set", "limits.retry_backoff_ms=[1, 1]", "--set", "limits.max_total_tokens=40").finish(1)
+	if m := r.meta(); m["error_category"] != "budget_exhausted" || p.count() != 3 {
+		t.Errorf("%d requests, metadata %v", p.count(), m)
+	}
+	r = execRun(t, serve(t, say("")), "--set", "limits.retry_backoff_ms=[1]").finish(75)
+	if m := r.meta(); m["input_tokens"] != 24.0 {
+		t.Errorf("metadata %v", m)
+	}
+}
+
 // A cut stream is sent again, byte for byte, and its text is not in the history.
 func TestCutStreamIsSentAgain(t *testing.T) {
 	t.Parallel()

@@ -37,19 +37,19 @@ import (
 // however much text arrived, and no call of it is ever handed out.
 
 const (
-	maxEvent       = 64 << 20             // bytes of one event, and kept of one answer: arguments of 32 MB are real, a server gone wild must end
-	readSize       = 32 << 10             // bytes of one read: two TLS records
-	maxFaultDepth  = 8                    // nesting of an error: array, error, message, detail, list is 5
-	connectTimeout = 30 * time.Second     // for TCP and for TLS; a far host under load takes 10
-	maxRetryAfter  = 5 * time.Minute      // longer is for the caller's scheduler, not for a held runner
-	farFuture      = 365 * 24 * time.Hour // what any longer Retry-After is taken for
-	idleConnection = 2 * time.Second      // llama-server drops idle connections after 5 s; ours must go first
-	madeUpID       = 9                    // letters and digits of our ids: the only form that Mistral's templates take
+	maxEvent       = 64 << 20         // bytes of one event, and kept of one answer: arguments of 32 MB are real, a server gone wild must end
+	readSize       = 32 << 10         // bytes of one read: two TLS records
+	maxFaultDepth  = 8                // nesting of an error: array, error, message, detail, list is 5
+	connectTimeout = 30 * time.Second // for TCP and for TLS; a far host under load takes 10
+	idleConnection = 2 * time.Second  // llama-server drops idle connections after 5 s; ours must go first
+	madeUpID       = 9                // letters and digits of our ids: the only form that Mistral's templates take
 
 	// Bytes of arguments that no piece repeats by chance; bytes that a call costs beside its text, for the bound on an answer.
 	cumulative, callCost = 1000, 256
 	// Wait for usage and sentinel after a finish reason; after a limit has passed, what waits in the socket may still be read.
 	finishGrace, lateChance = 2 * time.Second, 100 * time.Millisecond
+	// A longer Retry-After is for the caller's scheduler, not for a held runner; what any longer one is taken for.
+	maxRetryAfter, farFuture = 5 * time.Minute, 365 * 24 * time.Hour
 	// Bytes read of an error answer or web page, and of a server's words shown to the user.
 	maxErrorBody, maxMessage = 256 << 10, 2000
 	sentinel, inside         = "[DONE]", "the answer holds an error: "
@@ -91,13 +91,15 @@ type clientOptions struct {
 type learned struct{ dropped, ids map[string]bool }
 
 // request is one model call. Its messages come from the functions below; no
-// tools leaves the key out, since many servers refuse []. extra: more top-level keys.
+// tools leaves the key out, since many servers refuse []. extra: more top-level
+// keys. reported gets the tokens of each attempt, of those that failed too.
 type request struct {
 	messages []json.RawMessage
 	tools    json.RawMessage
 	offered  []string
 	extra    map[string]any
 	learned  *learned
+	reported []*usage
 }
 
 // emitter hears of an answer while it arrives, as the events content, reasoning,
@@ -290,6 +292,7 @@ func (c *client) attempt(ctx context.Context, r *request, body []byte, emit emit
 	defer cancel(nil)
 	b := &builder{emit: emit, offered: r.offered, ids: r.learned.ids, at: map[string]*partial{}}
 	failed := c.send(ctx, cancel, body, b)
+	r.reported = append(r.reported, cmp.Or(b.usage, &usage{}))
 	if failed == nil {
 		return &b.reply, nil
 	}
