@@ -409,7 +409,7 @@ func (l *loader) finish() {
 	// A workspace that is missing would fail each command of a run, one by one and on the model's
 	// account.
 	info, err := os.Stat(l.workspace)
-	l.demand(err == nil && info.IsDir() || l.workspace == "" || !in("exec demo serve", c), "paths.workspace: %s is not a directory", l.workspace)
+	l.demand(err == nil && info.IsDir() || c == "serve" && l.workspace == "" || !in("exec serve", c), "%s: found %q, allowed a directory that exists", cmp.Or(l.inForce[&l.workspace].where, "paths.workspace"), l.workspace)
 	// A command that can write the home writes the next run's configuration, and with it its
 	// sandbox. Links are followed where the sandbox is made, see planSandbox.
 	holdsHome := func(dir string) bool { return strings.HasPrefix(l.home+"/", strings.TrimRight(dir, "/")+"/") }

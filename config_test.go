@@ -487,8 +487,8 @@ func TestCommandLine(t *testing.T) {
 		"--auto exec x": "not defined: --auto; see belay help", "serve --auto": "not defined: --auto; see belay help", "exec --now x": "not defined: --now; see belay help", "exec --session s x": "not defined: --session; see belay help", "config --json": "not defined: --json; see belay help",
 		"exec --set x": "--set: found no =, allowed KEY=VALUE", "exec --set infer.nope=1 x": "infer.wait_for_server", "exec --set infer=1 x": "--set infer: found an unknown name", "exec --set infer.model=1 x": "--set infer.model: found 1, allowed", "exec --set infer.model=\"x y": "--set infer.model: found 3 bytes of text, allowed",
 		"exec --set limits.max_turns=x y": `--set limits.max_turns: found "x"`, "exec --record= x": "--record: found \"\"",
-		"cancel": "cancel: found 0 operands", "cancel a b": "cancel: found 2 operands", "status x": "status: found 1 operands", "services start x": "services: found 2 operands", "services stop": "services: found 1 operands", "help nope": "help: found 1 operands",
-		"exec --workspace /nonexistent x": "paths.workspace: /nonexistent is not a directory", "exec -C /etc/passwd x": "not a directory", "exec --writable / x": "exec.writable: found [\"/\"], allowed nothing that holds / or ", "exec --home /a/b --writable /a x": "exec.writable: found [\"/a\"], allowed", "exec --home /a --writable /a x": "exec.writable: found [\"/a\"],",
+		"cancel a b": `cancel: found "a b", allowed the ID`, "status x": `status: found "x", allowed nothing`, "services start x": `services: found "start x", allowed nothing or stop TASK`,
+		"exec --workspace /nonexistent x": `--workspace: found "/nonexistent", allowed a directory`, "exec -C /etc/passwd x": "allowed a directory", "exec --writable / x": "exec.writable: found [\"/\"], allowed nothing that holds / or ", "exec --home /a/b --writable /a x": "exec.writable: found [\"/a\"], allowed", "exec --home /a --writable /a x": "exec.writable: found [\"/a\"],",
 	} {
 		wantUsage(t, env, strings.Split(args, " "), want)
 	}

@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"runtime"
@@ -1066,8 +1067,8 @@ func TestBadInputStartsNothing(t *testing.T) {
 			r.cmd.Env = append(r.cmd.Env, "BELAY_SANDBOX=strict")
 			r.cmd.Args = append(r.cmd.Args, "exec", "--auto", "do it")
 		}},
-		{"workspace missing", []string{"/nowhere", "not a directory"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "-C", "/nowhere", "exec", "do it") }},
-		{"workspace is a file", []string{"config.toml", "not a directory"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "--workspace", file(r, ""), "exec", "do it") }},
+		{"workspace missing", []string{"/nowhere", "allowed a directory that exists"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "-C", "/nowhere", "exec", "do it") }},
+		{"workspace is a file", []string{"config.toml", "allowed a directory that exists"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "--workspace", file(r, ""), "exec", "do it") }},
 		{"two formats", []string{"--json"}, func(r *belayRun) {
 			r.cmd.Args = append(r.cmd.Args, "exec", "--json", "--output-format", "text", "do it")
 		}},
@@ -1130,6 +1131,19 @@ func TestHelpAndVersion(t *testing.T) {
 		}
 		if want += " " + info.GoVersion + " linux/" + runtime.GOARCH + "\n"; r.out.String() != want || r.err.Len() > 0 {
 			t.Errorf("%v: %q %q, want %q", a, r.out.String(), r.err.String(), want)
+		}
+	}
+}
+
+// A directory that was deleted under a shell or a runner is nobody's who needs none.
+func TestDeletedCurrentDirectory(t *testing.T) {
+	t.Parallel()
+	for args, want := range map[string]string{"version": "0", "help": "0", "services": "0", "config": "0", "exec --model=m --base-url=http://127.0.0.1:1 x": "2", "exec -C / --set limits.retry_backoff_ms=[] --model=m --base-url=http://127.0.0.1:1 x": "75"} {
+		c := exec.Command("sh", "-c", `d=$(mktemp -d) && cd "$d" && rmdir "$d" && "$0" `+args+"; echo $?", belayBinary(t))
+		c.Env = []string{"HOME=" + t.TempDir(), "PATH=" + os.Getenv("PATH"), "TMPDIR=" + t.TempDir()}
+		out, _ := c.CombinedOutput()
+		if said := string(out); !strings.HasSuffix(said, "\n"+want+"\n") && said != want+"\n" || want == "2" && !strings.Contains(said, `paths.workspace: found "", allowed a directory that exists`) {
+			t.Errorf("%s: %s, want %s", args, out, want)
 		}
 	}
 }

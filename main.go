@@ -96,9 +96,9 @@ func run(args, env []string, stdin, stdout, stderr *os.File) int {
 	debug.SetMemoryLimit(memoryLimit)
 	signal.Notify(make(chan os.Signal, 1), syscall.SIGPIPE) // nobody reads it: EPIPE is then an error like another
 	code := 2
-	cwd, err := os.Getwd()
-	cfg, wrong := loadConfig(args, env, cwd)
-	if err = cmp.Or(err, wrong); err == nil {
+	cwd, _ := os.Getwd() // "" where it was deleted: what needs none works there, too
+	cfg, err := loadConfig(args, env, cwd)
+	if err == nil {
 		code, err = command(cfg, stdin, stdout, stderr)
 	}
 	if help, asked := errors.AsType[*helpRequest](err); asked {
