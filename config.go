@@ -100,9 +100,9 @@ type config struct {
 // the length of a list. form says what a text has to look like: a name that store knows, or a
 // regular expression for the whole; what is no text has none.
 type field struct {
-	key, flag, on, env, form string // on: commands that know the flag, "" = all; env: the first variable set counts; sets are blank-separated
-	def, dst                 any    // def: nil and "" = none; dst: a pointer to where the value goes
-	lo, hi, most             int64
+	key, flag, on, env, form, origin string // on: commands that know the flag, "" = all; env: the first variable set counts; sets are blank-separated; origin of def, "" = default
+	def, dst                         any    // def: nil and "" = none; dst: a pointer to where the value goes
+	lo, hi, most                     int64
 }
 
 // loader is the state of one loadConfig. It collects the problems of a step instead of ending at
@@ -154,28 +154,25 @@ func (l *loader) schema() []*field {
 	const variable, printable, some = "[A-Za-z_][A-Za-z0-9_]*", `[^[:cntrl:]"]{1,200}`, `(.|\n)+` // no name is longer, a pasted file is
 	// Where belay was started says nothing to a daemon and its clients.
 	reads, deepseek, openai := in(envCommands, l.command), l.environ["DEEPSEEK_API_KEY"] != "", l.environ["OPENAI_API_KEY"] != ""
-	vendor := cmp.Or(keep("https://api.deepseek.com", reads && deepseek), keep("https://api.openai.com", reads && openai))
+	vendor := cmp.Or(keep("DEEPSEEK", reads && deepseek), keep("OPENAI", reads && openai))
 	return []*field{
 		{key: "infer.socket", form: "socket", dst: &l.server}, {key: "infer.wait_for_server", dst: &l.waitForServer, def: false},
-		{key: "infer.base_url", flag: "base-url", env: urls, form: "url", dst: &l.server, def: vendor},
+		{key: "infer.base_url", flag: "base-url", env: urls, form: "url", dst: &l.server, def: keep("https://api."+strings.ToLower(vendor)+".com", vendor != ""), origin: "env " + vendor + "_API_KEY"},
 		{key: "infer.model", flag: "model", env: models, form: printable, dst: &l.model},
 		{key: "infer.api_key_env", form: variable, dst: &l.keyFrom}, {key: "infer.api_key_file", form: "path", dst: &l.keyFrom},
 		{key: "infer.api_key_header", form: "[A-Za-z0-9_-]+", dst: &l.keyHeader},
 		{key: "infer.max_tokens", dst: &l.maxTokens, lo: 1, hi: 1<<31 - 1}, {key: "infer.seed", dst: &l.seed, lo: -1 << 63, hi: 1<<63 - 1},
-		{key: "infer.temperature", dst: &l.temperature, hi: 100}, {key: "infer.top_p", dst: &l.topP, hi: 1},
-		{key: "infer.reasoning_effort", form: printable, dst: &l.reasoningEffort},
+		{key: "infer.temperature", dst: &l.temperature, hi: 100}, {key: "infer.top_p", dst: &l.topP, hi: 1}, {key: "infer.reasoning_effort", form: printable, dst: &l.reasoningEffort},
 		{key: "infer.allow_insecure_http", env: "BELAY_ALLOW_INSECURE_HTTP", dst: &l.allowHTTP, def: false},
 		{key: "slots.main", dst: &l.slotMain, hi: 127, def: 0}, {key: "slots.background", dst: &l.slotBackground, hi: 127, def: 1},
 		{key: "expect.template_sha256", form: "[0-9a-fA-F]{64}", dst: &l.expectTemplate},
 		{key: "expect.n_ctx", dst: &l.expectCtx, lo: 512, hi: 16_777_216}, {key: "expect.slots", dst: &l.expectSlots, lo: 1, hi: 128},
-		{key: "limits.poll_ms", dst: &l.poll, lo: 10, hi: 60_000, def: 1000},
-		{key: "limits.liveness_ms", dst: &l.liveness, lo: 100, hi: 3_600_000, def: 300_000},
+		{key: "limits.poll_ms", dst: &l.poll, lo: 10, hi: 60_000, def: 1000}, {key: "limits.liveness_ms", dst: &l.liveness, lo: 100, hi: 3_600_000, def: 300_000},
 		{key: "limits.retry_backoff_ms", dst: &l.backoff, hi: 600_000, most: 10, def: []any{500, 2000, 8000, 20_000}},
 		{key: "limits.max_turns", flag: "max-turns", on: "exec", dst: &l.maxTurns, lo: 1, hi: 1<<31 - 1, def: 200},
 		{key: "limits.command_timeout_ms", dst: &l.commandTimeout, lo: 1000, hi: 600_000, def: 120_000},
 		{key: "limits.max_total_tokens", dst: &l.maxTotalTokens, hi: 1<<63 - 1, def: 0},
-		{key: "limits.drain_ms", dst: &l.drain, hi: 3_600_000, def: 30_000},
-		{key: "limits.load_timeout_ms", dst: &l.loadTimeout, lo: 1000, hi: 86_400_000, def: 600_000},
+		{key: "limits.drain_ms", dst: &l.drain, hi: 3_600_000, def: 30_000}, {key: "limits.load_timeout_ms", dst: &l.loadTimeout, lo: 1000, hi: 86_400_000, def: 600_000},
 		{key: "limits.max_frame_bytes", dst: &l.maxFrame, lo: 64 << 10, hi: 15 << 20, def: 8 << 20},
 		{key: "limits.max_clients", dst: &l.maxClients, lo: 1, hi: 1024, def: 64}, {key: "limits.max_queue", dst: &l.maxQueue, hi: 1024, def: 16},
 		{key: "exec.sandbox", flag: "sandbox", on: "exec", env: "BELAY_SANDBOX", dst: &l.sandbox, def: "workspace-write",
@@ -303,7 +300,7 @@ func (l *loader) environment() {
 		case len(names) > 0:
 			l.give(f, typed(f.form, l.environ[names[0]]), "env "+names[0], names[0])
 		case !given && f.def != nil && f.def != "":
-			l.give(f, f.def, "default", f.key)
+			l.give(f, f.def, cmp.Or(f.origin, "default"), f.key)
 		}
 	}
 }
@@ -329,7 +326,8 @@ func (l *loader) give(f *field, v any, origin, where string) {
 	text, _ := json.Marshal(v) // as TOML would write it; no error, v came from text
 	found, before := string(text), l.inForce[f.dst]
 	l.keyNames = append(l.keyNames, strings.Fields(keep(fmt.Sprint(v), f.key == "infer.api_key_env"))...)
-	l.inForce[f.dst] = setting{f.key, strings.SplitAfter(found, "?")[0], origin, where} // some servers want the key in the query
+	// Some servers want the key in the query of the URL.
+	l.inForce[f.dst] = setting{f.key, cmp.Or(keep(regexp.MustCompile(`\?.*"`).ReplaceAllString(found, `?[redacted]"`), f.key == "infer.base_url"), found), origin, where}
 	hidden := keep(fmt.Sprintf("%d bytes of text", len(text)-len(`""`)), strings.HasPrefix(f.key, "infer.") && strings.Contains(found, `"`))
 	l.demand(allowed == "", "%s: found %s, allowed %s", where, cmp.Or(hidden, found), allowed)
 	source, _, _ := strings.Cut(origin, ":")
@@ -510,12 +508,7 @@ func (l *loader) path(s string) string {
 }
 
 // keep gives s, or "" if it is not good: with cmp.Or it makes a choice of one line.
-func keep(s string, good bool) string {
-	if !good {
-		return ""
-	}
-	return s
-}
+func keep(s string, good bool) string { return map[bool]string{true: s}[good] }
 
 // demand notes a problem unless good holds.
 func (l *loader) demand(good bool, format string, args ...any) {
