@@ -206,7 +206,7 @@ func (l *loader) commandLine() {
 	switch c, n := l.command, len(l.args); {
 	case l.problems != nil:
 	case c == "":
-		l.demand(false, "found command %q, allowed %s", append(rest, "")[0], allCommands)
+		l.demand(false, "found command %q, allowed %s; see %s help", append(rest, "")[0], allCommands, l.program)
 	case c == "help" && (n == 0 || in(allCommands, words)):
 		l.problems = &helpRequest{words}
 	case in("exec turn", c):
@@ -214,13 +214,15 @@ func (l *loader) commandLine() {
 		l.demand(strings.TrimSpace(words) != "", "%s: found no prompt, allowed words, or - to read it from stdin", c)
 	default:
 		fits := n == 0 && c != "cancel" || n == 1 && c == "cancel" || n == 2 && c == "services" && l.args[0] == "stop"
-		l.demand(fits, "%s: found %d operands, allowed none, a command after help, ID after cancel, stop TASK after services", c, n)
+		allowed := map[string]string{"cancel": "the ID of a session", "services": "nothing or stop TASK", "help": "nothing or one of " + allCommands}
+		l.demand(fits, "%s: found %q, allowed %s", c, words, cmp.Or(allowed[c], "nothing"))
 	}
 	l.demand(l.record == "" || l.replay == "", "--record: found --replay as well, allowed one of them")
 	l.demand(!l.jsonOut || l.format == "" || l.format == "json", "--json: found --output-format %s as well, allowed one of them", l.format)
 }
 
-// flags takes the flags at the head of args, as far as the command knows them, and gives the rest.
+// flags takes the flags at the head of args and gives the rest. One that only other commands know
+// is refused with their names; what follows it may be its value, so no more is read into that.
 // Package flag takes -x and --x alike and ends at -- or at the first word that is no flag. Its
 // errors about values repeat them, so it hears of none: give reports by itself.
 func (l *loader) flags(args []string) (rest []string) {
@@ -235,11 +237,15 @@ func (l *loader) flags(args []string) (rest []string) {
 	})
 	for _, f := range l.schema() {
 		items, add := []any{}, fs.Func // a list takes one item a flag
-		if _, isSwitch := f.dst.(*bool); isSwitch {
+		foreign := f.on != "" && !in(f.on, l.command)
+		if _, isSwitch := f.dst.(*bool); isSwitch || foreign {
 			add = fs.BoolFunc
 		}
-		for name := range strings.FieldsSeq(keep(f.flag, f.on == "" || in(f.on, l.command))) {
+		for name := range strings.FieldsSeq(f.flag) {
 			add(name, "", func(s string) error {
+				if l.demand(!foreign, "--%s: found %s, allowed after %s", name, cmp.Or(keep("after "+l.command, l.command != ""), "before the command"), f.on); foreign {
+					return nil
+				}
 				// A relative path is meant from the current directory; a shell leaves the ~ of --home=~/x alone.
 				relative := f.form == "path" && s != "" && !strings.HasPrefix(s, "~/") && !filepath.IsAbs(s)
 				s = cmp.Or(keep(filepath.Join(l.cwd, s), relative), s)
@@ -254,7 +260,8 @@ func (l *loader) flags(args []string) (rest []string) {
 	}
 	err := fs.Parse(args)
 	l.demand(!errors.Is(err, flag.ErrHelp), "%w", &helpRequest{l.command})
-	l.demand(err == nil, "%s; see %s help; a command's own flags stand after it", strings.Replace(fmt.Sprint(err), " -", " --", 1), l.program)
+	fault, name, _ := strings.Cut(fmt.Sprint(err), ": -")
+	l.demand(err == nil, "--%s: %s; see %s help", name, fault, l.program)
 	return fs.Args()
 }
 
@@ -281,7 +288,7 @@ func (l *loader) readFile() {
 	// a container runs with a foreign uid) holds no configuration that could be meant for us.
 	if _, err := os.Stat(file); err == nil || l.conf != "" {
 		data, err := os.ReadFile(file)
-		l.demand(err == nil, "reading the configuration: %v", err)
+		l.demand(err == nil, "%s: %v", cmp.Or(l.inForce[&l.conf].where, "reading the configuration"), err)
 		// The statements above a syntax error are checked as well, so that one run tells everything.
 		_, err = parseTOML(data, func(name string, v any, line int) {
 			l.put(name, v, fmt.Sprintf("file:%d", line), fmt.Sprintf("%s:%d: %s", file, line, name))
@@ -305,8 +312,8 @@ func (l *loader) environment() {
 	}
 }
 
-// put puts a value in force by its key. The header of a known table is fine. For a name in a known
-// table an error shows the keys of that table alone.
+// put puts a value in force by its key. The header of a known table is fine. An error about a name
+// in a known table shows the keys of that table, one about a key without its table that key.
 func (l *loader) put(key string, v any, origin, where string) {
 	keys := ""
 	for _, f := range l.schema() {
@@ -315,8 +322,10 @@ func (l *loader) put(key string, v any, origin, where string) {
 			return
 		}
 	}
-	near := strings.Join(regexp.MustCompile(" "+regexp.QuoteMeta(strings.Split(key, ".")[0])+`\.\S+`).FindAllString(keys, -1), "")
-	l.demand(v == nil && near != "", "%s: found an unknown name, allowed%s", where, cmp.Or(near, strings.TrimRight(keys, " ")))
+	find := func(form string) string { return strings.Join(regexp.MustCompile(form).FindAllString(keys, -1), "") }
+	table, name, _ := strings.Cut(regexp.QuoteMeta(key), `\.`)
+	near := find(" " + table + `\.\S+`)
+	l.demand(v == nil && near != "", "%s: found an unknown name, allowed%s", where, cmp.Or(near, find(` \S+\.`+cmp.Or(name, table, "-")+`\b`), " the keys of infer slots expect limits exec paths, which "+l.program+" config lists"))
 }
 
 // give puts v in force at the dst of f. where names the source as its author wrote it. A text of
@@ -401,9 +410,9 @@ func (l *loader) finish() {
 	l.model = cmp.Or(l.model, keep("replay", l.replay != "" || c == "demo")) // a recording answers whatever is asked
 	l.demand(l.home != "" || in("exec demo config probe", c), "%s needs a home: set HOME or BELAY_HOME to an absolute path, or give --home", c)
 	l.demand(l.model != "" || !in("exec serve", c), "found no model, allowed infer.model, --model or, for exec, BELAY_MODEL")
-	l.demand(c != "serve" || l.expectTemplate != "" && l.expectCtx > 0 && l.expectSlots > 0, "serve needs [expect]: see %s probe", l.program)
+	l.demand(c != "serve" || l.expectTemplate != "" && l.expectCtx > 0 && l.expectSlots > 0, "expect: found not all of template_sha256, n_ctx and slots, which %s probe --config FILE prints", l.program)
 	l.demand(max(l.slotMain, l.slotBackground) < slots && (l.slotMain != l.slotBackground || slots == 1),
-		"slots: found main %d and background %d, allowed two below %d that differ (1: equal)", l.slotMain, l.slotBackground, slots)
+		"slots: found main %d and background %d, allowed two below %d that differ (both 0 where expect.slots is 1)", l.slotMain, l.slotBackground, slots)
 	// A workspace that is missing would fail each command of a run, one by one and on the model's
 	// account.
 	info, err := os.Stat(l.workspace)
@@ -448,7 +457,7 @@ func (l *loader) findServer(place string) {
 	u, _ := url.Parse(l.url) // no error: endpoint has parsed it
 	host := u.Hostname()
 	l.demand(u.Scheme != "http" || l.allowHTTP || host == "localhost" || net.ParseIP(host).IsLoopback(),
-		"infer.base_url: found plain http to %s, allowed https, loopback or infer.allow_insecure_http (BELAY_ALLOW_INSECURE_HTTP)", host)
+		"%s: found plain http to %s, allowed https, loopback or infer.allow_insecure_http (BELAY_ALLOW_INSECURE_HTTP)", l.inForce[&l.server].where, host)
 	// From the lowest to the highest, as all sources. The whole texts are compared, scheme and path
 	// included: the same host may serve others below another path, and plain http is another place
 	// than https.
@@ -472,7 +481,7 @@ func (l *loader) findServer(place string) {
 		key = strings.TrimSpace(strings.SplitN(string(data), "\n", 2)[0])
 	}
 	// A control character would end the header line that carries the key.
-	l.demand(l.keyFrom == "" || regexp.MustCompile("^[^[:cntrl:]]+$").MatchString(key), "%s: found no key of one line where it points", where)
+	l.demand(l.keyFrom == "" || regexp.MustCompile("^[^[:cntrl:]]+$").MatchString(key), "%s: found no key there, allowed one line: the variable or file is unset, blank or has control characters", where)
 	l.key, l.keyNote = secret{&key}, keep(l.keyNote, key == "")
 }
 

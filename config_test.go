@@ -389,7 +389,7 @@ env_keep = ["a b"]
 `, 0o644)
 	_, err := loadArgs(t, nil, "exec", "--config", file, "hi")
 	want := []string{
-		file + ":1: infre.x: found an unknown name, allowed infer.socket infer.wait_for_server ",
+		file + ":1: infre.x: found an unknown name, allowed the keys of infer slots ",
 		file + ":3: infer.modle: found an unknown name, allowed infer.socket infer.wait_for_server ",
 		file + ":4: infer.max_tokens: found 4 bytes of text, allowed an integer from 1 to",
 		file + ":5: infer.api_key_env: found 14 bytes of text, allowed text that matches [A-Za-z_]",
@@ -397,7 +397,7 @@ env_keep = ["a b"]
 		file + ":7: infer.base_url: found 25 bytes of text, allowed http://",
 		file + ":7: infer.base_url: found infer.socket as well, allowed one of them",
 		file + ":9: slots.main: found 200, allowed an integer from 0 to 127",
-		file + ":10: nonsense: found an unknown name, allowed infer.socket infer.wait_for_server ",
+		file + ":10: nonsense: found an unknown name, allowed the keys of infer slots ",
 		file + ":12: limits.poll_ms: found 1.5, allowed an integer without point or exponent from 10 to 60000",
 		file + ":13: limits.retry_backoff_ms: found [1,2,3,4,5,6,7,8,9,10,11], allowed a list of at most 10",
 		file + `:15: exec.sandbox: found "none", allowed text that matches read-only|workspace-write|`,
@@ -424,8 +424,9 @@ func TestConfigFileIsFound(t *testing.T) {
 	dir := t.TempDir()
 	bad := writeConfig(t, dir+"/.belay/config.toml", "\n?", 0o644)
 	wantUsage(t, []string{"HOME=" + dir}, []string{"config"}, bad+":2: found neither")
-	wantUsage(t, nil, []string{"config", "--config", dir + "/none"}, "reading the configuration: open "+dir+"/none: no such file")
-	wantUsage(t, nil, []string{"config", "--config", dir}, "reading the configuration: ", "is a directory")
+	wantUsage(t, nil, []string{"config", "--config", dir + "/none"}, "--config: open "+dir+"/none: no such file")
+	wantUsage(t, nil, []string{"config", "--config", dir}, "--config: ", "is a directory")
+	wantUsage(t, []string{"BELAY_CONFIG_PATH=" + dir}, []string{"config"}, "reading the configuration: ", dir+": is a directory")
 	wantUsage(t, nil, []string{"config", "--config", ""}, "--config: found")
 	wantUsage(t, []string{"BELAY_CONFIG_PATH=rel"}, []string{"config"}, "BELAY_CONFIG_PATH: found \"rel\", allowed an absolute path")
 	wantUsage(t, []string{"BELAY_CONFIG_PATH=~/x"}, []string{"config"}, "BELAY_CONFIG_PATH: found")
@@ -482,10 +483,10 @@ func TestCommandLine(t *testing.T) {
 	}
 	for args, want := range map[string]string{
 		"": `found command "", allowed exec serve`, "run x": `found command "run", allowed exec serve`, "run --help": `found command "run", allowed exec serve`, "exec": "exec: found no prompt", "exec  ": "no prompt", "turn": "turn: found no prompt",
-		"exec --nope x": "--nope", "--nope exec x": "not defined: --nope; see belay help", "exec --model": "needs an argument: --model", "exec --max-turns 0 x": "--max-turns: found 0, allowed an integer from 1", "exec --max-turns x y": `--max-turns: found "x", allowed an integer`,
+		"exec --nope x": "--nope", "--nope exec x": "--nope: flag provided but not defined; see belay help", "exec --model": "--model: flag needs an argument", "exec --max-turns 0 x": "--max-turns: found 0, allowed an integer from 1", "exec --max-turns x y": `--max-turns: found "x", allowed an integer`,
 		"exec --timeout -1s x": "--timeout: found \"-1s\", allowed a duration", "exec --timeout 5 x": "--timeout", "exec --sandbox full x": `--sandbox: found "full", allowed text that matches read-only|workspace-write|`, "exec --output-format xml x": `--output-format: found "xml", allowed text that matches text|json|stream-json`,
 		"exec --json --output-format text x": "--json: found --output-format text", "exec --json --output-format stream-json x": "--json: found --output-format", "exec --record a --replay b x": "--record: found --replay", "exec --auto=maybe x": `--auto: found "maybe", allowed true or false`,
-		"--auto exec x": "not defined: --auto; see belay help", "serve --auto": "not defined: --auto; see belay help", "exec --now x": "not defined: --now; see belay help", "exec --session s x": "not defined: --session; see belay help", "config --json": "not defined: --json; see belay help",
+		"serve --auto": "--auto: found after serve, allowed after exec", "exec --now x": "--now: found after exec, allowed after shutdown", "exec --session s x": "--session: found after exec, allowed after turn",
 		"exec --set x": "--set: found no =, allowed KEY=VALUE", "exec --set infer.nope=1 x": "infer.wait_for_server", "exec --set infer=1 x": "--set infer: found an unknown name", "exec --set infer.model=1 x": "--set infer.model: found 1, allowed", "exec --set infer.model=\"x y": "--set infer.model: found 3 bytes of text, allowed",
 		"exec --set limits.max_turns=x y": `--set limits.max_turns: found "x"`, "exec --record= x": "--record: found \"\"",
 		"cancel a b": `cancel: found "a b", allowed the ID`, "status x": `status: found "x", allowed nothing`, "services start x": `services: found "start x", allowed nothing or stop TASK`,
@@ -523,7 +524,7 @@ func TestWhatEachCommandDemands(t *testing.T) {
 	mustLoad(t, []string{"BELAY_HOME=" + dir}, "services")
 	wantUsage(t, []string{"HOME=" + dir}, []string{"probe"}, "found no server")
 	mustLoad(t, []string{"HOME=" + dir}, "probe", "--set", "infer.socket=/s")
-	wantUsage(t, []string{"HOME=" + dir}, []string{"serve"}, "found no server", "found no model", "serve needs [expect]: see belay probe")
+	wantUsage(t, []string{"HOME=" + dir}, []string{"serve"}, "found no server", "found no model", "expect: found not all of template_sha256, n_ctx and slots, which belay probe --config FILE prints")
 	full := []string{"serve", "--set", "infer.socket=/s", "--set", "infer.model=m", "--set", "expect.template_sha256=" + testTemplate, "--set", "expect.n_ctx=512"}
 	for slots, ok := range map[string]bool{"2 0 1": true, "2 1 0": true, "2 0 0": false, "2 2 0": false, "2 0 2": false, "1 0 0": true, "1 0 1": false} {
 		n := strings.Fields(slots)
@@ -532,7 +533,7 @@ func TestWhatEachCommandDemands(t *testing.T) {
 			t.Errorf("slots %s: %v", slots, err)
 		}
 	}
-	wantUsage(t, []string{"HOME=" + dir}, append(full, "--set", "expect.slots=2", "--workspace", "/nonexistent"), "not a directory")
+	wantUsage(t, []string{"HOME=" + dir}, append(full, "--set", "expect.slots=2", "--workspace", "/nonexistent"), "allowed a directory that exists")
 }
 
 func TestURLRules(t *testing.T) {
@@ -626,15 +627,15 @@ func TestKeyRules(t *testing.T) {
 	exec := func(set string) []string {
 		return []string{"exec", "--base-url=https://h", "--model=m", "--set", set, "x"}
 	}
-	wantUsage(t, nil, exec("infer.api_key_env=NOT_SET"), "infer.api_key_env: found no key of one line where it points")
+	wantUsage(t, nil, exec("infer.api_key_env=NOT_SET"), "infer.api_key_env: found no key there, allowed one line")
 	wantUsage(t, nil, exec("infer.api_key_file="+dir+"/none"), "infer.api_key_file: ", "no such file")
-	wantUsage(t, nil, exec("infer.api_key_file="+writeConfig(t, dir+"/empty", "\nk\n", 0o600)), "infer.api_key_file: found no key of one line where it points")
+	wantUsage(t, nil, exec("infer.api_key_file="+writeConfig(t, dir+"/empty", "\nk\n", 0o600)), "infer.api_key_file: found no key there, allowed one line")
 	for _, mode := range []os.FileMode{0o640, 0o604, 0o610, 0o601, 0o620, 0o602} {
 		wantUsage(t, nil, exec("infer.api_key_file="+writeConfig(t, dir+"/open", "sk-secret", mode)), "found rights of group or others, allowed mode 0600")
 	}
 	for _, env := range []string{"BELAY_API_KEY=sk-\x01secret", "BELAY_API_KEY=sk\r\nsecret: x", "BELAY_API_KEY=sk\x7fsecret"} {
 		_, err := loadArgs(t, []string{env}, exec("slots.main=0")...)
-		if err == nil || strings.Contains(err.Error(), "secret") || !strings.Contains(err.Error(), "BELAY_API_KEY: found no key of one line where it points") {
+		if err == nil || strings.Contains(err.Error(), "secret") || !strings.Contains(err.Error(), "BELAY_API_KEY: found no key there, allowed one line") {
 			t.Errorf("%q: %v", env, err)
 		}
 	}
@@ -721,7 +722,18 @@ func TestUsageErrorsHelp(t *testing.T) {
 		"exec --max-turns 1e3 x":                      "found 1000, allowed an integer without point or exponent from 1",
 		"--set infer.seed=9223372036854775808 exec x": "allowed an integer from -9223372036854775808 to 9223372036854775807",
 		"--set slots.mian=1 exec x":                   "--set slots.mian: found an unknown name, allowed slots.main slots.background",
-		"--auto exec x":                               "a command's own flags stand after it",
+		"--auto exec x":                               "--auto: found before the command, allowed after exec",
+		"--timeout 10m exec x":                        "--timeout: found before the command, allowed after exec",
+		"demo --auto":                                 "--auto: found after demo, allowed after exec",
+		"config --json":                               "--json: found after config, allowed after exec demo turn",
+		"cancel":                                      `cancel: found "", allowed the ID of a session`,
+		"help nope":                                   `help: found "nope", allowed nothing or one of exec serve`,
+		"services stop":                               `services: found "stop", allowed nothing or stop TASK`,
+		"exec -C /nonexistent --model=m --base-url=https://h x": `--C: found "/nonexistent", allowed a directory that exists`,
+		"--set max_turns=1 exec x":                              "--set max_turns: found an unknown name, allowed limits.max_turns",
+		"--set nope.nope=1 exec x":                              "allowed the keys of infer slots expect limits exec paths, which belay config lists",
+		"--set =1 exec x":                                       "allowed the keys of infer slots expect limits exec paths, which belay config lists",
+		"exec --model=m --base-url=http://h x":                  "--base-url: found plain http to h, allowed https",
 		"exec --model=m --base-url=https://h --set infer.api_key_file=" + keyFile + "/x x": "not a directory",
 		"exec --model=m --base-url=https://h --set infer.api_key_file=" + dir + " x":       "is a directory",
 	} {
@@ -730,6 +742,13 @@ func TestUsageErrorsHelp(t *testing.T) {
 			t.Errorf("%s: %v", args, err)
 		}
 	}
+	tables := ""
+	for _, f := range (&loader{config: &config{}}).schema() {
+		if table, _, _ := strings.Cut(f.key, "."); !in(tables, table) {
+			tables += " " + table
+		}
+	}
+	wantUsage(t, nil, []string{"--set", "nope=1", "exec", "x"}, "allowed the keys of"+strings.TrimRight(tables, " ")+", which")
 	wantUsage(t, []string{"BELAY_HOME=rel"}, []string{"status"}, "set HOME or BELAY_HOME to an absolute path")
 	if _, err := readTOML([]byte("[a.b]")); !strings.Contains(fmt.Sprint(err), "tables of one level") {
 		t.Error(err)
