@@ -878,15 +878,15 @@ func (x *execution) closing(e *ending, answer string, services [][]any) (b []byt
 
 // examples follow the usage text: one line for each command, with no other
 // command's name in it.
-const examples = "\nExamples:\n" + `  belay exec --auto --timeout 20m "make the tests pass"    # exit code 75: run it again
-  belay serve --config /etc/belay/config.toml              # examples/systemd has the units
-  belay turn --session fix --resume "now the second one"   # without --resume: a new session
+const examples = "\nExamples:\n" + `  belay exec --auto --timeout 20m "make the tests pass"   # exit 75: run again
+  belay serve --config /etc/belay/config.toml             # see examples/systemd
+  belay turn --session fix --resume "now the second one"  # new without --resume
   belay status --json
   belay sessions
   belay cancel fix
   belay shutdown --now
   belay services stop shell_0a1b2c3d
-  belay probe --config llama.toml >> belay.toml            # llama.toml has infer.socket and infer.model
+  belay probe --config llama.toml >> belay.toml           # has infer.socket
   belay config --set limits.max_turns=20
   belay demo --output-format stream-json
   belay version

@@ -19,6 +19,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"unicode/utf8"
 )
 
 // doc_test.go compares what the documents and the examples say with the
@@ -279,6 +280,11 @@ func TestHelpOnEveryCommand(t *testing.T) {
 	}
 	if !strings.HasPrefix(helpOn("", usageText), usageText) || !strings.Contains(helpOn("exec", usageText), "--append-system-prompt") {
 		t.Error(helpOn("exec", usageText))
+	}
+	for line := range strings.Lines(helpOn("", usageText)) {
+		if utf8.RuneCountInString(line) > 80+len("\n") {
+			t.Errorf("wider than 80 columns: %s", line)
+		}
 	}
 	// Each example is a command line that belay takes, but for what is not there to be read.
 	for line := range strings.Lines(strings.TrimPrefix(examples, "\nExamples:\n")) {

@@ -47,20 +47,20 @@ const killWait, memoryLimit = time.Second, 32 << 20
 
 const usageText = `belay: a headless coding agent that never leaks a process
 
-  belay [global flags] exec [flags] PROMPT...       one task, then exit
-  belay serve --config FILE                         the daemon of a home, in front of a llama-server
-  belay turn [--session ID] [--resume] PROMPT...    send a turn to the daemon, print what comes back
-  belay status | sessions | cancel ID | shutdown [--now]    talk to the daemon; each knows --json
-  belay probe --config FILE                         print the [expect] block of a live llama-server
-  belay services [--json] | services stop TASK      services released by earlier runs
-  belay config                                      the effective configuration and its origins
-  belay demo [--output-format F]                    the main job on a built-in model: no key, no network
+  belay [global flags] exec [flags] PROMPT...     one task, then exit
+  belay serve --config FILE                       the daemon of a llama-server
+  belay turn [--session ID] [--resume] PROMPT...  send a turn to the daemon
+  belay status | sessions | cancel ID | shutdown [--now]  talk to the daemon
+  belay probe --config FILE                       [expect] of a llama-server
+  belay services [--json] | services stop TASK    what earlier runs released
+  belay config                                    all settings, their origins
+  belay demo [--output-format F]                  try it: no key, no network
   belay version | help [COMMAND]
 
 Global flags, before or after the command:
   --workspace DIR, -C DIR    directory of the tools (default: the current one)
-  --config FILE              configuration (default: $BELAY_CONFIG_PATH, HOME/config.toml)
-  --home DIR                 belay's own directory (default: $BELAY_HOME, ~/.belay)
+  --config FILE              default: $BELAY_CONFIG_PATH, HOME/config.toml
+  --home DIR                 belay's directory (default: $BELAY_HOME, ~/.belay)
   --model M, --base-url URL  which model, where
   --set KEY=VALUE            any key of the configuration, repeatable
   --no-project-config        do not read AGENTS.md of the workspace
@@ -68,7 +68,8 @@ Global flags, before or after the command:
 
 Flags of exec:
   --auto                     offer tools and run them without asking
-  --sandbox MODE             read-only, workspace-write (default), external-sandbox, danger-full-access
+  --sandbox MODE             read-only, workspace-write (default),
+                             external-sandbox, danger-full-access
   --network                  let sandboxed commands use the network
   --writable DIR             one more directory that they may write, repeatable
   --output-format F          text (default), json, stream-json; --json is json
@@ -78,7 +79,8 @@ Flags of exec:
   --record FILE              append the provider's responses to FILE
   --replay FILE              answer from such a file, without network
 
-PROMPT - is read from stdin. A flag after the first word of PROMPT is prompt text.
+PROMPT - is read from stdin. A flag after PROMPT's first word is prompt text.
+--json may follow each command but serve, config, version and help.
 `
 
 //go:embed demo.jsonl
