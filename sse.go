@@ -297,7 +297,8 @@ func (c *client) attempt(ctx context.Context, r *request, body []byte, emit emit
 		return &b.reply, nil
 	}
 	failed.heard = b.said.Len()+b.thought.Len() > 0
-	failed.message += map[bool]string{true: "; " + c.keyNote}[failed.category == "auth" && c.keyNote != ""]
+	note := cmp.Or(c.keyNote, map[bool]string{true: "no key was sent, since none is set (BELAY_API_KEY)"}[c.key == ""])
+	failed.message += map[bool]string{true: "; " + note}[failed.category == "auth" && note != ""]
 	// Some servers repeat the key in their refusal.
 	failed.message = strings.ReplaceAll("POST "+c.where+": "+failed.message, string(c.secret()), "[key]")
 	return nil, failed
@@ -802,7 +803,7 @@ func (b *builder) addUsage(o object) {
 func refusal(raw []byte, status int, prefix string) *apiError {
 	e := &apiError{}
 	e.read(regexp.MustCompile(`(?s)^\s*(?:\w*:[^\n]*\n)*?data:(.*?)(?:\r?\n\r?\n.*)?$`).ReplaceAll(raw, []byte("$1")), 0)
-	e.status, e.said, e.message = cmp.Or(status, e.status), strings.ToLower(e.message+e.said), prefix+cmp.Or(e.message, strings.Join(strings.Fields(strings.ToValidUTF8(string(raw[:min(len(raw), maxMessage)]), "")), " "))
+	e.status, e.said, e.message = cmp.Or(status, e.status), strings.ToLower(e.message+e.said), strings.TrimSuffix(prefix+cmp.Or(e.message, strings.Join(strings.Fields(strings.ToValidUTF8(string(raw[:min(len(raw), maxMessage)]), "")), " ")), ": ")
 	e.category, e.retryable = classify(e.status, status == 0, e.said)
 	return e
 }

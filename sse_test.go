@@ -1069,7 +1069,7 @@ func TestMessagesSayWhatTheUserNeeds(t *testing.T) {
 		{sseStatus(401, strings.Repeat("x", maxMessage-6)+key), nil, []string{key[:6]}},
 		{sseStatus(400, `{"reason":"odd"}`), []string{"odd"}, nil},
 		{sseStatus(400, `{"title":"Odd","status":400}`), []string{"400 Bad Request: Odd"}, nil},
-		{sseStatus(302, "", "Location", "https://login.test/page?token=abc"), []string{"302", "https://login.test/page"}, []string{"token"}},
+		{sseStatus(302, "", "Location", "https://login.test/page?token=abc"), []string{"302 Found; redirects", "https://login.test/page"}, []string{"token"}},
 		{sseStatus(400, `{"error":{"message":"`+strings.Repeat("é", 5000)+`"}}`), []string{"é"}, []string{strings.Repeat("é", maxMessage)}},
 		{sseStatus(500, "line one\nline two"), []string{"line one line two"}, []string{"\n"}},
 		{stream("<html><title>Log in</title>"), []string{"web page", "Log in", "/v1/chat/completions"}, []string{"hidden"}},
@@ -1089,6 +1089,11 @@ func TestMessagesSayWhatTheUserNeeds(t *testing.T) {
 		if len(f.got) != 1 {
 			t.Errorf("%d requests", len(f.got))
 		}
+	}
+	// A secret that a runner does not hand out is the usual reason.
+	_, err := ask(newFake(t, sseStatus(401, "")).client(clientOptions{}), &heard{})
+	if !strings.HasSuffix(err.Error(), ": 401 Unauthorized; no key was sent, since none is set (BELAY_API_KEY)") {
+		t.Error(err)
 	}
 }
 
