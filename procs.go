@@ -482,7 +482,7 @@ func planSandbox(o jobOptions, abi int) (*confinement, error) {
 	case seccompArch() == 0:
 		why = "its system call filter knows amd64 and arm64, this is " + runtime.GOARCH
 	case c.grants("/") || o.home != "" && c.grants(o.home):
-		why = fmt.Sprintf("workspace %s or another writable directory is / or holds belay's home %s, so that commands could write the next run's configuration", o.workspace, o.home)
+		why = fmt.Sprintf("workspace %s or another writable directory is / or holds belay's home %s, so that commands could write the next run's configuration: take another --workspace or --home", o.workspace, o.home)
 	}
 	if why != "" {
 		return nil, fmt.Errorf("sandbox %s refused: %s\nif the container is your sandbox: belay exec --sandbox external-sandbox …; see docs/runbook.md#sandbox", o.sandbox, why)
