@@ -307,6 +307,11 @@ func TestProtocolDocument(t *testing.T) {
 				kind, err = "frame", decodeExampleFrame(line)
 			case shape["n"] != nil:
 				kind, journalLines = "record", append(journalLines, line+"\n")
+			case shape["exit_code"] != nil && shape["type"] == nil:
+				kind = "result"
+				wantFields(t, []byte(line), metaFields+" output tools? services?")
+			case shape["boot_id"] != nil:
+				kind, err = "receipt", strictly([]byte(line), &receipt{})
 			case shape["status"] != nil && shape["type"] == nil:
 				kind = "replay"
 			case shape["schema"] != nil:
@@ -329,7 +334,7 @@ func TestProtocolDocument(t *testing.T) {
 	if j.running || len(j.pending) > 0 {
 		t.Error("the example journal ends within a turn")
 	}
-	for kind, least := range map[string]int{"frame": 20, "record": 8, "event": 13, "replay": 2} {
+	for kind, least := range map[string]int{"frame": 20, "record": 8, "event": 13, "replay": 2, "result": 1, "receipt": 1} {
 		if count[kind] < least {
 			t.Errorf("%d examples of kind %s, want at least %d", count[kind], kind, least)
 		}
@@ -345,7 +350,7 @@ func TestProtocolDocument(t *testing.T) {
 			t.Errorf("docs/protocol.md does not name %s", word)
 		}
 	}
-	for _, typ := range []reflect.Type{reflect.TypeFor[envelope](), reflect.TypeFor[wireRequest](), reflect.TypeFor[wireReply](), reflect.TypeFor[wireError](), reflect.TypeFor[record](), reflect.TypeFor[sessionInfo]()} {
+	for _, typ := range []reflect.Type{reflect.TypeFor[envelope](), reflect.TypeFor[wireRequest](), reflect.TypeFor[wireReply](), reflect.TypeFor[wireError](), reflect.TypeFor[record](), reflect.TypeFor[sessionInfo](), reflect.TypeFor[receipt]()} {
 		for i := range typ.NumField() {
 			name, _, _ := strings.Cut(typ.Field(i).Tag.Get("json"), ",")
 			if !bytes.Contains(text, []byte("`"+name+"`")) {
