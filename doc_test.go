@@ -225,6 +225,13 @@ func TestDocumentsLinkToFiles(t *testing.T) {
 	}
 }
 
+// A unit that the runbook asks for is one of the examples.
+func TestRunbookNamesUnits(t *testing.T) {
+	for _, m := range regexp.MustCompile(`journalctl -u ([\w.-]+)`).FindAllStringSubmatch(document(t, "docs/runbook.md"), -1) {
+		document(t, "examples/systemd/"+m[1]+".service")
+	}
+}
+
 // usageWords gives the flags of a text.
 func usageWords(text string) (flags []string) {
 	for _, f := range regexp.MustCompile(`--[a-z][a-z-]*|\B-C\b`).FindAllString(text, -1) {
