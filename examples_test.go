@@ -283,14 +283,14 @@ func TestExampleScriptsFollowTheExitCode(t *testing.T) {
 	t.Parallel()
 	for path, text := range scripts(t) {
 		for code, want := range map[string]string{"0": "belay 0", "1": "belay 1", "143": "belay 143", "75": map[string]string{
-			"slurm/array.sh": "belay requeue 7_2 75", "ci/github.yml": "belay sleep belay sleep belay sleep 75", "kubernetes/indexed-job.yaml": "belay 75"}[path]} {
+			"slurm/array.sh": "belay requeue 7_2 75", "ci/github.yml": "belay sleep belay sleep belay 75", "kubernetes/indexed-job.yaml": "belay 75"}[path]} {
 			dir := t.TempDir()
 			needNil(t, os.WriteFile(filepath.Join(dir, "tasks.txt"), []byte("first\n- the \"second\" $(line)\n"), 0o644))
 			log := filepath.Join(dir, "log")
 			env := []string{fakes(t, map[string]string{
 				"belay": `for last; do :; done; echo belay >> ` + log + `; echo "$last" > ` + dir + `/prompt; echo answer; exit ` + code,
 				"srun":  `exec "$@"`, "scontrol": `echo "$@" >> ` + log, "sleep": `echo sleep >> ` + log}),
-				"SLURM_ARRAY_TASK_ID=2", "SLURM_ARRAY_JOB_ID=7", "JOB_COMPLETION_INDEX=1", "TASK=- the \"second\" $(line)"}
+				"SLURM_ARRAY_TASK_ID=2", "SLURM_ARRAY_JOB_ID=7", "JOB_COMPLETION_INDEX=1", "GITHUB_STEP_SUMMARY=" + dir + "/summary", "TASK=- the \"second\" $(line)"}
 			args := []string{"bash", "-c", strings.ReplaceAll(text, "/list/", "")}
 			switch path {
 			case "ci/github.yml": // as a runner starts it
@@ -308,6 +308,9 @@ func TestExampleScriptsFollowTheExitCode(t *testing.T) {
 			got := strings.Join(strings.Fields(string(b)), " ") + fmt.Sprint(" ", c.ProcessState.ExitCode())
 			if prompt, _ := os.ReadFile(filepath.Join(dir, "prompt")); got != want || string(prompt) != "- the \"second\" $(line)\n" {
 				t.Errorf("%s with %s: %q, want %q; the prompt was %q; output %s", path, code, got, want, prompt, out)
+			}
+			if summary, _ := os.ReadFile(filepath.Join(dir, "summary")); path == "ci/github.yml" && (string(summary) != "answer\n" || len(out) > 0) {
+				t.Errorf("%s with %s: the log has %q, the summary %q", path, code, out, summary)
 			}
 		}
 	}
