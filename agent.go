@@ -211,9 +211,9 @@ func (p *printer) print(ctx context.Context, kind string, pairs ...any) {
 		p.running.Store(new(oneLine(get("name") + " " + get("input"))))
 	case kind == "tool_result":
 		p.tools = append(p.tools, jsonObject(pairs...))
-		p.show("%s in %s ms: %s%s", get("status"), get("duration_ms"), *p.running.Swap(nil), keep("\n"+oneLine(get("output")), get("status") == "error"))
+		p.show("%s in %s ms: %s%s", get("status"), get("duration_ms"), *p.running.Swap(nil), keep("\n"+oneLine(keep("exit code "+get("exit_code")+": ", get("exit_code") != "")+strings.Replace(get("output"), "\nexit code "+get("exit_code"), "", 1)), get("status") == "error"))
 	case kind == "retry", kind == "notice":
-		p.show("%s: %s", kind, get("message")+get("error"))
+		p.show("%s: %s%s", kind, get("message")+get("error"), keep("; again in "+get("delay_ms")+" ms", kind == "retry"))
 	}
 }
 

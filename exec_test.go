@@ -992,6 +992,13 @@ func TestTextFormat(t *testing.T) {
 	pid, _ := strconv.Atoi(m[1])
 	stopService(t, pid)
 
+	// What a log has to say of a command that failed, however long its output, and of a wait.
+	r = execRun(t, serve(t, bash("seq 100; exit 3"), bash("exit 7"), status(503, "busy"), calls("Read", args{"path": "nope"}), say("x")), "--output-format", "text", "--set", "limits.retry_backoff_ms=[5]").finish(0)
+	for _, want := range []string{`(?m)^  error in \d+ ms: Bash .*\n  \| exit code 3: 1 2 3 `, `(?m)^  \| exit code 7: \(no output\)$`, `(?m)^  retry: POST .* 503 Service Unavailable: busy; again in 5 ms$`, `(?m)^  error in \d+ ms: Read .*\n  \| open /`} {
+		if !regexp.MustCompile(want).MatchString(r.err.String()) {
+			t.Errorf("stderr %q lacks %s", r.err.String(), want)
+		}
+	}
 	for _, replies := range [][]any{{ends("partial", "content_filter")}, {first + bash("true"), status(500, "no")}, {ends("cut ", "length")}} {
 		r = execRun(t, serve(t, replies...), "--output-format", "text")
 		if r.start().wait() == 0 || r.out.Len() > 0 || !strings.Contains("\n"+r.err.String(), "\n"+r.program()+": ") {
