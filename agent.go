@@ -724,7 +724,7 @@ func (a *agent) begin(session string) (notices []string) {
 	a.emit("start", "session_id", session, "model", cfg.model, "workspace", cfg.workspace, "sandbox", cfg.sandbox, "network", !a.noNetwork(), "version", version())
 	text := fmt.Sprintf("You are belay, a coding agent that works without a person at hand. Do the task, check it, and answer with what you did.\n"+
 		"Workspace: %s\nPlatform: linux/%s\nDate: %s\n", cfg.workspace, runtime.GOARCH, time.Now().Format(time.DateOnly))
-	notices = []string{cfg.keyNote, keep("no tools are offered: --auto lets the model run commands", t == nil)}
+	notices = []string{cfg.keyNote, keep("no tools are offered: --auto before the prompt lets the model run commands", t == nil)}
 	if t != nil {
 		notices = append(notices, keep("no scratch directory can be written ($TMPDIR, /tmp, /dev/shm): long outputs are not kept", t.scratch == nil))
 		if t.confine != nil {

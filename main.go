@@ -79,7 +79,7 @@ Flags of exec:
   --record FILE              append the provider's responses to FILE
   --replay FILE              answer from such a file, without network
 
-PROMPT - is read from stdin. A flag after PROMPT's first word is prompt text.
+Only PROMPT - reads stdin. A flag after PROMPT's first word is prompt text.
 --json may follow each command but serve, config, version and help.
 `
 
