@@ -58,7 +58,9 @@ const (
 	userStart, emptyTurn = `{"role":"user","content":"`, `{"content":"",`
 )
 
-var errSilent, errReplayEnd = errors.New("nothing arrived within limits.liveness_ms"), errors.New("the recording holds no further response")
+var errSilent, errNoAnswer = errors.New("nothing arrived within limits.liveness_ms"), errors.New("the server closed the connection without an answer")
+
+var errReplayEnd = errors.New("the recording holds no further response")
 
 // clientOptions are plain values, set once.
 type clientOptions struct {
@@ -325,7 +327,7 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 		return c.receive(ctx, cancel, resp, b)
 	}
 	silent := context.Cause(ctx) == errSilent || errors.Is(err, errSilent)
-	e := &apiError{category: map[bool]string{true: "stall", false: "network"}[silent], message: map[bool]error{true: errSilent, false: err}[silent].Error(), retryable: !errors.Is(err, errReplayEnd)}
+	e := &apiError{category: map[bool]string{true: "stall", false: "network"}[silent], message: cmp.Or(map[bool]error{true: errSilent}[silent], map[bool]error{true: errNoAnswer}[errors.Is(err, io.EOF)], err).Error(), retryable: !errors.Is(err, errReplayEnd)}
 	if c.record != nil && (silent || ctx.Err() == nil) { // no response is one too, or a replay would lack its retry; an error shows with the next
 		json.NewEncoder(c.record).Encode(recorded{Body: []recordedPiece{}, End: cmp.Or(map[bool]string{true: "open"}[silent], e.message)})
 	}

@@ -1119,6 +1119,7 @@ func TestNetworkFailures(t *testing.T) {
 		{tls.URL + "/v1/chat/completions", "", "network", false, "SSL_CERT_FILE", testDeadline},
 		{silent, "", "stall", true, "liveness_ms", 200 * time.Millisecond},
 		{rude, "", "network", true, "127.0.0.1", testDeadline},
+		{serveRaw(t, func(conn net.Conn) { readRequest(conn) }), "", "network", true, ": the server closed the connection without an answer", testDeadline},
 		{"http://localhost/v1/chat/completions", filepath.Join(t.TempDir(), "none.sock"), "network", true, "none.sock", testDeadline},
 	} {
 		var h heard
