@@ -326,7 +326,7 @@ func TestWriteAndEdit(t *testing.T) {
 	}
 	defer old.Close()
 	r.finish(0)
-	for i, want := range []string{"wrote 4 bytes", "wrote 4 bytes", "wrote 6 bytes", "no regular file", "no regular file", "no regular file", "/proc/", "content is missing",
+	for i, want := range []string{"wrote 4 bytes", "wrote 4 bytes", "wrote 6 bytes", "no regular file", "no regular file", "no regular file", "cannot write /proc/", "content is missing",
 		"old occurs 0 times", "old occurs 2 times in", "replaced 2 occurrences", "replaced 1 occurrences", "old must not be empty", "new must differ", "no such file", "no regular file"} {
 		if e := r.events("tool_result")[i]; !strings.Contains(e["output"].(string), want) || (e["status"] == "success") != (strings.HasPrefix(want, "wrote") || strings.HasPrefix(want, "replaced")) {
 			t.Errorf("call %d: %v, want %s", i, e, want)

@@ -435,7 +435,7 @@ func replaceFile(path string, data []byte) error {
 	temp := filepath.Join(filepath.Dir(path), ".belay-"+randomHex())
 	f, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
 	if err != nil {
-		return err
+		return fmt.Errorf("cannot write %s: %w", path, err) // by its own name, not only by that of temp
 	}
 	defer os.Remove(temp) // ENOENT once it was renamed
 	defer f.Close()
