@@ -144,7 +144,7 @@ func (u *upstream) ask(ctx context.Context, path string, body []byte) (status in
 		said, err = io.ReadAll(io.LimitReader(resp.Body, propsMax))
 	}
 	if err != nil {
-		bad = breach(path+" at "+cmp.Or(u.socket, root), "", rule{"server-unreachable", true, errnoText(err)})
+		bad = breach(method+" "+path+" at "+cmp.Or(u.socket, root), "", rule{"server-unreachable", true, errnoText(err)})
 	}
 	return status, said, bad
 }
@@ -161,7 +161,7 @@ func (u *upstream) props(ctx context.Context) (p serverProps, bad *wireError) {
 		rule{"server-auth", status == 401 || status == 403, "set infer.api_key_env or infer.api_key_file"},
 		rule{"server-loading", status == 503, "the server is loading its model"},
 		rule{"server-router", p.Role == "router", "role router, expected none: start llama-server with one model"},
-		rule{"server-not-llama", status != 200 || p.Settings.Ctx == 0 || p.Slots == 0 || p.Template == "", "and n_ctx, total_slots and chat_template"})
+		rule{"server-not-llama", status != 200 || p.Settings.Ctx == 0 || p.Slots == 0 || p.Template == "", "llama-server gives n_ctx, total_slots and chat_template there"})
 	if bad != nil || u.changed == nil {
 		return p, bad
 	}

@@ -14,6 +14,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"slices"
 	"strings"
@@ -491,7 +492,7 @@ func TestCheckOfTheServer(t *testing.T) {
 	}{
 		{"server-auth", "401", "props", status(401, `{"error":{"code":401,"message":"Invalid API Key"}}`), 0},
 		{"server-loading", "503", "props", status(503, `{"error":{"code":503,"message":"Loading model","type":"unavailable_error"}}`), 0},
-		{"server-not-llama", "<html>", "props", status(200, "<html>"), 0},
+		{"server-not-llama", "expected 200: llama-server gives n_ctx, total_slots and chat_template there; it said \"<html>\"", "props", status(200, "<html>"), 0},
 		{"server-router", "router", "props", set("role", "router"), 0},
 		{"template-mismatch", "observed-template.jinja", "props", set("chat_template", "other"), 0},
 		{"template-mismatch", "last newline", "props", set("chat_template", fakeTemplate+"\n"), 0},
@@ -543,7 +544,7 @@ func TestServerThatIsNotThere(t *testing.T) {
 	f := newFakeLlama(t)
 	f.stop()
 	d := loopd(t, f.home(""))
-	if code := d.start().end(); code != 1 || !strings.Contains(d.err.String(), "selftest failed: server-unreachable;") || !strings.Contains(d.err.String(), "(os error ") {
+	if code := d.start().end(); code != 1 || !strings.Contains(d.err.String(), "selftest failed: server-unreachable;") || !regexp.MustCompile(`: selftest: GET /props at .* \(os error \d+\)\n`).MatchString(d.err.String()) {
 		t.Errorf("code %d:\n%s", code, d.err.String())
 	}
 	waiting := loopd(t, d.home, "--set", "infer.wait_for_server=true", "--set", "limits.poll_ms=60000").start()
