@@ -456,6 +456,12 @@ func TestConfigurationPage(t *testing.T) {
 	if known != len(rows) {
 		t.Errorf("%d settings, the page has %d", known, len(rows))
 	}
+	// Names that look like secrets, as scrub has them.
+	_, list, _ := strings.Cut(string(loadSources(t).text["procs.go"]), "suffixes := []string{")
+	list, _, _ = strings.Cut(list, "}")
+	if said := "`" + strings.NewReplacer(`", "`, "`, `", `"`, "").Replace(list) + "`;"; !strings.Contains(page, said) {
+		t.Errorf("the page lacks %s", said)
+	}
 	// The example is a file that is taken.
 	_, example, _ := strings.Cut(page, "```toml\n")
 	example, _, _ = strings.Cut(example, "```")
