@@ -812,7 +812,7 @@ func TestServiceThatExitedFailsTheRun(t *testing.T) {
 	}, say("done"))
 	r := execRun(t, p).finish(1)
 	m := r.meta()
-	if text, _ := m["error"].(string); m["error_category"] != "service_exited" || !strings.Contains(text, "first line\ncannot bind") {
+	if text, _ := m["error"].(string); m["error_category"] != "service_exited" || !strings.HasSuffix(text, ":\nfirst line\ncannot bind") {
 		t.Errorf("metadata %v", m)
 	}
 	if len(r.events("service_released")) > 0 || len(r.events("service_stopped")) != 1 {
@@ -824,8 +824,8 @@ func TestOneDeadServiceReleasesNone(t *testing.T) {
 	t.Parallel()
 	p := serve(t, calls("Bash", persist("echo $$ > one.pid; exec sleep 600"), persist("exit 0")), bash("until test -s one.pid; do sleep 0.05; done; sleep 0.2"), say("done"))
 	r := execRun(t, p).finish(1)
-	if n := len(r.events("service_released")); n > 0 {
-		t.Errorf("%d services released", n)
+	if n := len(r.events("service_released")); n > 0 || !strings.HasSuffix(r.meta()["error"].(string), ":\n(empty)") {
+		t.Errorf("%d services released, %v", n, r.meta())
 	}
 	if pid := pidFile(t, r.workspace+"/one.pid"); alive(pid) {
 		t.Errorf("the living one, %d, is left", pid)
