@@ -225,7 +225,7 @@ func services(cfg *config, stdout *bufio.Writer) (code int, err error) {
 		}
 	}
 	if len(cfg.args) > 0 {
-		return 1, fmt.Errorf("no released service %q; belay services lists them", cfg.args[1])
+		return 1, fmt.Errorf("no released service %q; %s services lists them", cfg.args[1], cfg.program)
 	}
 	return flushed(stdout, 0)
 }
