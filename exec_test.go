@@ -1419,7 +1419,7 @@ func TestDemo(t *testing.T) {
 			released := r.one("service_released")
 			pid := int(released["pid"].(float64))
 			stopService(t, pid)
-			if !alive(pid) || !strings.Contains(r.err.String(), r.program()+" services stop TASK") {
+			if !alive(pid) || !strings.Contains(r.err.String(), r.program()+" services stop "+released["task_id"].(string)+"\n") {
 				t.Errorf("alive=%v, stderr %q", alive(pid), r.err.String())
 			}
 			command := func(want int, args ...string) string {
@@ -1439,6 +1439,18 @@ func TestDemo(t *testing.T) {
 				t.Errorf("second stop: %s", out)
 			}
 		})
+	}
+}
+
+// Where no list has the service, nobody is sent to the list.
+func TestDemoWithoutHome(t *testing.T) {
+	t.Parallel()
+	r := prepare(t, nil, "demo", "--output-format", "stream-json")
+	r.cmd.Env = append(slices.DeleteFunc(r.cmd.Env, func(kv string) bool { return strings.HasPrefix(kv, "HOME=") }), "TMPDIR="+r.workspace)
+	r.finish(0)
+	stopService(t, int(r.one("service_released")["pid"].(float64)))
+	if strings.Contains(r.err.String(), "services") {
+		t.Errorf("stderr %q", r.err.String())
 	}
 }
 

@@ -154,8 +154,10 @@ func demo(cfg config, transport http.RoundTripper, record io.Writer, stdout, std
 		return 1, fmt.Errorf("cannot make a workspace for the demo: %w", err)
 	}
 	cfg.prompt = "Start the service and check that it is ready."
-	if code, err = guarded(&cfg, transport, record, stdout, stderr); code == 0 {
-		fmt.Fprintf(stderr, "%[1]s: see what was released with: %[1]s services; end it with: %[1]s services stop TASK\n", cfg.program)
+	code, err = guarded(&cfg, transport, record, stdout, stderr)
+	list, _ := receipts(cmp.Or(cfg.home, os.DevNull)) // where there is none, services cannot help either
+	if i := slices.IndexFunc(list, func(r receipt) bool { return r.Workspace == cfg.workspace }); i >= 0 {
+		fmt.Fprintf(stderr, "%[1]s: see what was released with: %[1]s services; end it with: %[1]s services stop %[2]s\n", cfg.program, list[i].TaskID)
 	}
 	return code, err
 }
@@ -172,10 +174,9 @@ func guarded(cfg *config, transport http.RoundTripper, record io.Writer, stdout,
 	if err != nil {
 		return 1, err
 	}
-	done := make(chan int, 1)
+	done, second := make(chan int, 1), make(chan os.Signal, 1)
 	// owner: guarded; ends when the run has passed its teardown; joined by done, but for a second signal
 	go func() { done <- runExec(ctx, cfg, h, interrupts, transport, record, stdout, stderr) }()
-	second := make(chan os.Signal, 1)
 	// After the first signal, and so only if one is caught: a second set beside the first, which stays.
 	context.AfterFunc(ctx, func() { time.AfterFunc(sameSignal, func() { signal.Notify(second, caught...) }) })
 	var leave <-chan time.Time
