@@ -611,8 +611,8 @@ func version() string {
 func source(cfg *config, stdin io.Reader, data []byte) (transport http.RoundTripper, record io.Writer, err error) {
 	if cfg.promptFromStdin {
 		b, readErr := io.ReadAll(stdin)
-		if cfg.prompt, err = string(b), readErr; err == nil && len(b) == 0 {
-			err = errors.New("the prompt on stdin is empty")
+		if cfg.prompt, err = keep(string(b), readErr == nil), readErr; err == nil && len(bytes.TrimSpace(b)) == 0 {
+			cfg.prompt, err = "", errors.New("it is empty or blank")
 		}
 	}
 	if err == nil && cfg.replay != "" {
@@ -625,7 +625,7 @@ func source(cfg *config, stdin io.Reader, data []byte) (transport http.RoundTrip
 		record, err = os.OpenFile(cfg.record, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	}
 	if err != nil {
-		err = fmt.Errorf("%s: %w", cmp.Or(keep("--replay", cfg.replay != ""), keep("--record", cfg.record != ""), "the prompt"), err)
+		err = fmt.Errorf("%s: %w", cmp.Or(keep("the prompt on stdin", cfg.prompt == ""), keep("--replay", cfg.replay != ""), "--record"), err)
 	}
 	return transport, record, err
 }
@@ -886,7 +886,7 @@ const examples = "\nExamples:\n" + `  belay exec --auto --timeout 20m "make the 
   belay cancel fix
   belay shutdown --now
   belay services stop shell_0a1b2c3d
-  belay probe --config llama.toml >> belay.toml           # has infer.socket
+  belay probe --config llama.toml >> belay.toml           # needs infer.socket
   belay config --set limits.max_turns=20
   belay demo --output-format stream-json
   belay version

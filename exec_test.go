@@ -469,11 +469,11 @@ func TestSignalWhileThePromptIsAwaited(t *testing.T) {
 func TestPromptFromStdin(t *testing.T) {
 	t.Parallel()
 	p := serve(t, say("done"))
-	for text, code := range map[string]int{"do this\n": 0, "": 2} {
-		r := execRun(t, p)
+	for text, code := range map[string]int{"do this\n": 0, "": 2, " \n": 2} {
+		r := execRun(t, p, "--record", filepath.Join(t.TempDir(), "tape"))
 		r.cmd.Args[len(r.cmd.Args)-1], r.cmd.Stdin = "-", strings.NewReader(text)
 		r.finish(code)
-		if code == 2 && (r.out.Len() > 0 || !strings.Contains(r.err.String(), "the prompt on stdin is empty")) {
+		if code == 2 && (r.out.Len() > 0 || r.err.String() != r.program()+": the prompt on stdin: it is empty or blank\n") {
 			t.Errorf("%s%s", r.out.String(), r.err.String())
 		}
 	}
