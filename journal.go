@@ -78,7 +78,7 @@ type sessionInfo struct {
 // journal is an open session. Its flock, from open to close, is the right to run
 // a turn; one goroutine uses it at a time. messages is the history for the model.
 type journal struct {
-	root *os.Root // set once, as are the next two: the sessions directory
+	root *os.Root // set once, as are the next two: the sessions directory; nil: nothing is written
 	id   string
 	file *os.File // O_APPEND
 
@@ -126,8 +126,7 @@ func openSession(root *os.Root, id string, resume bool, model, workspace string)
 	}
 	// O_APPEND: a write goes to the end even if the cut after a failed one did not work.
 	// O_EXCL decides between two that make the same session, and makes no link's target.
-	j, flags := &journal{root: root, id: id}, os.O_RDWR|os.O_APPEND
-	var err error
+	j, flags, err := &journal{root: root, id: id}, os.O_RDWR|os.O_APPEND, error(nil)
 	if !resume {
 		flags |= os.O_CREATE | os.O_EXCL
 		err = root.MkdirAll(id, dirMode)
@@ -137,10 +136,9 @@ func openSession(root *os.Root, id string, resume bool, model, workspace string)
 	}
 	// The lock comes before the first look: what is read and repaired is nobody else's.
 	if err == nil {
-		err = flockFile(j.file)
-	}
-	if err == nil {
-		err = j.read()
+		if err = flockFile(j.file); err == nil {
+			err = j.read()
+		}
 	}
 	if err == nil && j.next == 0 {
 		err = j.add(record{Type: recSession, Format: journalFormat, Session: id, Model: model, Workspace: workspace})
@@ -164,8 +162,12 @@ func (j *journal) close() { _ = j.file.Close() }
 // context keeps to a few MiB in practice. Lines at its end that are no JSON, or have
 // no newline, are a write that a crash tore: they are cut. Before a whole line they
 // are damage, as is a whole line out of order; then nothing is changed, since a reader
-// that skipped it would send a history that never was.
+// that skipped it would send a history that never was. Without a root nothing is cut:
+// for who only looks.
 func (j *journal) read() error {
+	if st, err := j.file.Stat(); err != nil || !st.Mode().IsRegular() { // the read of a FIFO would never end
+		return fmt.Errorf("%w: it is no regular file", errDamaged)
+	}
 	data, err := io.ReadAll(j.file)
 	if err != nil {
 		return err
@@ -185,7 +187,7 @@ func (j *journal) read() error {
 // them off and notes it. Appending behind them would put two records on a line. A
 // crash in between leaves them in both places; without room to save, nothing is cut.
 func (j *journal) cut(torn []byte) error {
-	if len(torn) == 0 {
+	if len(torn) == 0 || j.root == nil {
 		return nil
 	}
 	name := fmt.Sprintf("torn-%d.bin", time.Now().UnixNano())
@@ -284,8 +286,7 @@ func (j *journal) endTurn(stop, why string) error {
 // validSessionID keeps separators, dots, capitals (two ids must not meet on a file
 // system that folds case) and everything that could be escaped out of file names.
 func validSessionID(id string) bool {
-	ok, _ := regexp.MatchString(`^[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?$`, id)
-	return ok
+	return regexp.MustCompile(`^[a-z0-9]([a-z0-9_-]{0,62}[a-z0-9])?$`).MatchString(id)
 }
 
 // syncDir makes the names in a directory last.

@@ -786,12 +786,10 @@ func (d *daemon) sessions() any {
 // lastTurn answers attach where nothing runs: how the last turn ended. It takes no
 // lock of the session, since others may ask at the same time, and changes nothing.
 func (d *daemon) lastTurn(session string) any {
-	data, err := d.store.ReadFile(filepath.Join(session, journalName))
-	j := &journal{id: session}
-	for line := range bytes.Lines(data[:bytes.LastIndexByte(data, '\n')+1]) {
-		if err == nil && !j.replay(line) {
-			err = errDamaged
-		}
+	j, err := &journal{id: session}, error(nil)
+	if j.file, err = d.store.OpenFile(filepath.Join(session, journalName), os.O_RDONLY|syscall.O_NONBLOCK, 0); err == nil {
+		err = j.read()
+		j.close()
 	}
 	if err == nil && j.running { // since just now, or by another process
 		err = errHeld

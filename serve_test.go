@@ -1721,6 +1721,12 @@ func TestTheDaemonsSessionStore(t *testing.T) {
 	if now, _ := os.ReadFile(path); !bytes.Equal(now, damaged) {
 		t.Error("the damaged journal was changed")
 	}
+	// A FIFO is no journal, and whoever asks for it holds up nobody.
+	needNil(t, os.Mkdir(filepath.Join(d.home, "sessions", "fifo"), 0o700))
+	needNil(t, syscall.Mkfifo(filepath.Join(d.home, "sessions", "fifo", journalName), 0o600))
+	d.dial().send(1, wireRequest{Type: "attach", Session: "fifo"}).want(1, "errorsession_damaged")
+	d.dial().send(1, aTurn("fifo", "x", true)).want(1, "errorsession_damaged")
+	d.dial().send(1, aTurn("other", "x", false)).want(1, "resultend")
 }
 
 func TestAFullDiskIsTold(t *testing.T) {
