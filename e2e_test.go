@@ -995,7 +995,7 @@ func TestServicesCommand(t *testing.T) {
 	if err := json.Unmarshal([]byte(command(0, "services", "--json")), &listed); err != nil || listed["state"] != "running" || listed["pid"] != float64(pid) {
 		t.Errorf("services --json: %v %v", err, listed)
 	}
-	if _, err := services(&config{program: "loopd", home: t.TempDir(), args: []string{"stop", "x"}}, io.Discard); !strings.Contains(fmt.Sprint(err), "; loopd services lists them") {
+	if _, err := services(&config{program: "loopd", home: t.TempDir(), args: []string{"stop", "x"}}, bufio.NewWriter(io.Discard)); !strings.Contains(fmt.Sprint(err), "; loopd services lists them") {
 		t.Error(err)
 	}
 	if out := command(1, "services", "stop", "shell_00000000"); !strings.Contains(out, "no released service") {

@@ -996,7 +996,8 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err er
 	}()
 	for {
 		e, err := readFrame(sock, clientFrame, func() {})
-		if err != nil {
+		// A bye in place of an answer: the request came when the daemon took none any more.
+		if err != nil || cfg.command != "shutdown" && str(parse(e.Msg).get("type")) == "bye" {
 			p.say("%s: the daemon closed the connection; see docs/runbook.md#no-daemon", cfg.program)
 			return max(1, int(interrupted.Load())), nil
 		}

@@ -1634,6 +1634,30 @@ func TestNohupOfAClient(t *testing.T) {
 	}
 }
 
+// A request that reaches the daemon when it says bye gets that and no answer.
+func TestByeIsNoAnswer(t *testing.T) {
+	d := &testDaemon{t: t, home: shortHome(t)}
+	needNil(t, os.Chmod(d.home, 0o755))
+	needNil(t, os.MkdirAll(filepath.Dir(d.socket()), 0o755))
+	ln, err := net.Listen("unix", d.socket())
+	needNil(t, err)
+	defer ln.Close()
+	needNil(t, os.Chmod(d.socket(), 0o777))
+	go func() {
+		for c, err := ln.Accept(); err == nil; c, err = ln.Accept() {
+			frame, _ := encodeFrame(1<<20, 0, true, &wireReply{Type: "bye", Reason: "shutdown"})
+			c.Write(frame)
+			c.Close()
+		}
+	}()
+	for _, args := range [][]string{{"turn", "x"}, {"turn", "--json", "x"}, {"status"}, {"sessions"}, {"cancel", "s"}} {
+		if r := d.client(args...).finish(1); r.out.Len() > 0 || !strings.Contains(r.err.String(), "the daemon closed the connection; see docs/runbook.md#no-daemon") {
+			t.Errorf("%s: %q %q", args, r.out.String(), r.err.String())
+		}
+	}
+	d.client("shutdown").finish(0)
+}
+
 func TestProbePrintsWhatServeExpects(t *testing.T) {
 	f := newFakeLlama(t)
 	home := f.home("")
