@@ -35,8 +35,9 @@ const (
 	// longer is a live holder.
 	lockPatience, lockPause = 100 * time.Millisecond, 5 * time.Millisecond
 
-	noteMax       = 200 // bytes of a holder's note that are shown; ours has about 50
-	socketPathMax = 107 // bytes: sun_path of unix(7) has 108, the last is the final NUL
+	// Bytes of a holder's note that are shown, ours has about 50; of a socket's path: sun_path of unix(7) has 108, the last
+	// is the final NUL.
+	noteMax, socketPathMax = 200, 107
 )
 
 // errHeld says that a live process has the flock. Its words stand as they are
@@ -69,18 +70,16 @@ func takeLock(home, name string) (*instanceLock, error) {
 	if len(socket) > socketPathMax {
 		return nil, fmt.Errorf("socket path %s is %d bytes, the limit is %d: use a shorter home or a symbolic link to it; see docs/runbook.md#socket-path", socket, len(socket), socketPathMax)
 	}
-	l := &instanceLock{home: home}
-	err := privateDir(filepath.Dir(path))
+	l, err := &instanceLock{home: home}, privateDir(filepath.Dir(path))
 	if err == nil {
 		// O_NONBLOCK: a planted fifo must not hang us. ELOOP: a planted link, left alone.
 		l.file, err = os.OpenFile(path, os.O_RDWR|os.O_CREATE|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, fileMode)
 	}
 	if err == nil {
-		err = claim(l.file, path)
-	}
-	if err == nil {
-		l.note("starting")
-		return l, nil
+		if err = claim(l.file, path); err == nil {
+			l.note("starting")
+			return l, nil
+		}
 	}
 	defer l.file.Close() // of nil, too: Close then only returns an error
 	if errors.Is(err, errHeld) {
@@ -108,6 +107,15 @@ func claim(f *os.File, path string) error {
 	return f.Chmod(fileMode) // the umask may have taken bits, an older file may have more
 }
 
+// lost tells whether the path no longer leads to our lock: whoever deleted or
+// replaced the file, or moved the home, let another daemon in. An error that says
+// nothing of that, such as one of a network, is none.
+func (l *instanceLock) lost() bool {
+	ours, _ := l.file.Stat() // of an open file
+	now, err := os.Lstat(lockPath(l.home))
+	return errors.Is(err, os.ErrNotExist) || err == nil && !os.SameFile(now, ours)
+}
+
 // note rewrites the lock file's text in place, since a new file would be a new
 // lock. phase is shown to whoever is refused: it must be printable and may not
 // hold the word that heads the lines of the self-test, because scripts take
@@ -125,12 +133,10 @@ func (l *instanceLock) listen() (*net.UnixListener, error) {
 	if err := privateDir(filepath.Dir(path)); err != nil {
 		return nil, fmt.Errorf("make the socket's directory: %w; see docs/runbook.md#socket-path", err)
 	}
-	if old, err := os.Lstat(path); err == nil {
-		if old.Mode().Type() != os.ModeSocket {
-			return nil, fmt.Errorf("%s is not a socket and was left alone: move it away; see docs/runbook.md#socket-path", path)
-		}
-		_ = os.Remove(path) // if it stays, bind says EADDRINUSE
+	if old, err := os.Lstat(path); err == nil && old.Mode().Type() != os.ModeSocket {
+		return nil, fmt.Errorf("%s is not a socket and was left alone: move it away; see docs/runbook.md#socket-path", path)
 	}
+	_ = os.Remove(path) // if it stays, bind says EADDRINUSE
 	lc := net.ListenConfig{Control: func(_, _ string, raw syscall.RawConn) error {
 		// fchmod(2) between socket and bind, whose file has this mode less the umask: chmod
 		// afterwards leaves a window. No errno is normal; a crash leaves nothing.

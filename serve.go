@@ -400,13 +400,20 @@ func sayTo(stderr io.Writer, start string) func(string, ...any) {
 }
 
 // loop owns the lock and the socket, and hears signals, to the end of the last turn.
-func (d *daemon) loop(signals <-chan os.Signal) int {
+func (d *daemon) loop(signals <-chan os.Signal) (code int) {
 	tick, count, last := time.Tick(d.cfg.poll), 0, time.Time{}
 	for {
 		select {
 		case <-tick:
 			reap(d.tools.host)
-			if _, err := os.Lstat(socketPath(d.cfg.home)); errors.Is(err, os.ErrNotExist) {
+			_, err := os.Lstat(socketPath(d.cfg.home))
+			switch {
+			case code != 0: // it has said so
+			case d.lock.lost(): // the home may have another daemon by now, or be another one
+				d.say("the lock %s was deleted or replaced, so this daemon ends; see docs/runbook.md#already-running", lockPath(d.cfg.home))
+				code = 1
+				d.stop(false)
+			case errors.Is(err, os.ErrNotExist):
 				d.lock.unlisten()
 				d.say("%s was deleted and is made again; see docs/runbook.md#socket-path", socketPath(d.cfg.home))
 				if err = d.listen(); err != nil {
@@ -426,7 +433,7 @@ func (d *daemon) loop(signals <-chan os.Signal) int {
 			d.stop(count > 1) // the first is a drain, whatever was asked before: systemd sends it after ExecStop
 		case <-d.idle:
 			d.farewell()
-			return 0
+			return code
 		}
 	}
 }
@@ -737,13 +744,11 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 
 // statusLocked is what docs/protocol.md lists.
 func (d *daemon) statusLocked() json.RawMessage {
-	names, phase := []string{}, "serving"
+	names := []string{}
 	for _, t := range d.turns[:min(1, len(d.turns))] {
 		names = append(names, t.session)
 	}
-	if d.refusal != nil {
-		phase = cmp.Or(keep("draining", d.refusal == errDraining), "not ready: "+d.refusal.Anchor)
-	}
+	phase := cmp.Or(keep("serving", d.refusal == nil), keep("draining", d.refusal == errDraining), "not ready: "+cmp.Or(d.refusal, &wireError{}).Anchor)
 	return jsonObject("version", version(), "pid", os.Getpid(), "phase", phase, "tools", d.tools.lack == nil,
 		"running", names, "queued", max(0, len(d.turns)-1), "clients", len(d.peers))
 }

@@ -941,6 +941,43 @@ func TestADeletedSocketComesBack(t *testing.T) {
 	}
 }
 
+// A daemon whose lock file is gone cannot keep another one out: it finishes what it has and ends.
+func TestALostLockEndsTheDaemon(t *testing.T) {
+	f := newFakeLlama(t)
+	for name, lose := range map[string]func(home string) error{
+		"deleted":    func(home string) error { return os.Remove(lockPath(home)) },
+		"replaced":   func(home string) error { return os.Rename(filepath.Join(home, "config.toml"), lockPath(home)) },
+		"run moved":  func(home string) error { return os.Rename(filepath.Join(home, "run"), filepath.Join(home, "moved")) },
+		"home moved": func(home string) error { return os.Rename(home, home+".moved") },
+		"home gone":  os.RemoveAll,
+	} {
+		t.Run(name, func(t *testing.T) {
+			release := f.held("fine")
+			f.mu.Lock()
+			f.bodies = nil
+			f.mu.Unlock()
+			d := loopd(t, f.home("")).serving()
+			w := d.dial()
+			w.send(1, aTurn("s", "x", false)).until("content")
+			needNil(t, lose(d.home))
+			t.Cleanup(func() { os.RemoveAll(d.home + ".moved") })
+			w.send(2, aTurn("t", "x", false)).final(2) // accepted or refused, not lost
+			until(t, "it drains", deadline, func() bool { return strings.Contains(d.err.String(), "was deleted or replaced, so this daemon ends") })
+			close(release)
+			w.want(1, "resultend")
+			if code := d.end(); code != 1 {
+				t.Errorf("code %d", code)
+			}
+			if n := strings.Count(d.err.String(), "was deleted"); n != 1 {
+				t.Errorf("it says so %d times:\n%s", n, d.err.String())
+			}
+			if _, err := os.Lstat(d.socket()); err == nil && name != "replaced" && name != "deleted" {
+				t.Error("there is a new socket")
+			}
+		})
+	}
+}
+
 func TestAServerThatWasReplacedGetsNoHistory(t *testing.T) {
 	f := newFakeLlama(t)
 	f.turn = func(n int, _ map[string]any) any { return say(fmt.Sprint("answer ", n)) }
