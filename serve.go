@@ -367,8 +367,8 @@ func runServe(cfg *config, stderr io.Writer) (code int, err error) {
 	if err != nil {
 		say("the list of sessions is not complete: %v; see docs/runbook.md#session-damaged", err)
 	}
-	for _, s := range list { // whatever a crash left open is closed now
-		if j, err := openSession(store, s.Session, true, "", ""); err == nil {
+	for i := 0; i < len(list) && starting.Err() == nil; i++ { // whatever a crash left open is closed now
+		if j, err := openSession(store, list[i].Session, true, "", ""); err == nil {
 			j.close()
 		} else {
 			say("%v; see docs/runbook.md#session-damaged", err)

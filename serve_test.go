@@ -550,6 +550,11 @@ func TestServerThatIsNotThere(t *testing.T) {
 	waiting := loopd(t, d.home, "--set", "infer.wait_for_server=true", "--set", "limits.poll_ms=60000").start()
 	until(t, "it waits", deadline, func() bool { return strings.Contains(waiting.err.String(), "selftest: waiting") })
 	waiting.cmd.Process.Signal(syscall.SIGTERM)
+	select {
+	case <-waiting.waited:
+	case <-time.After(deadline / 3):
+		t.Error("the signal waits for the next look at the server")
+	}
 	if code := waiting.end(); code != 0 {
 		t.Errorf("code %d of one that was told to end while it waited:\n%s", code, waiting.err.String())
 	}
