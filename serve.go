@@ -388,7 +388,8 @@ func runServe(cfg *config, stderr io.Writer) (code int, err error) {
 		return 1, err
 	}
 	if c, err := net.Dial("unixgram", os.Getenv("NOTIFY_SOCKET")); err == nil { // sd_notify(3); an error where it is unset
-		_, _ = c.Write([]byte("READY=1\n")) // who waits for it says that it did not come
+		_ = c.SetWriteDeadline(time.Now().Add(flushWait)) // its reader may not read
+		_, _ = c.Write([]byte("READY=1\n"))               // who waits for it says that it did not come
 		c.Close()
 	}
 	return d.loop(signals), nil

@@ -1734,6 +1734,21 @@ func TestReadinessIsTold(t *testing.T) {
 	if err != nil || string(b[:n]) != "READY=1\n" || !d.answers() {
 		t.Errorf("%q %v", b[:n], err)
 	}
+	d.kill()
+	// A manager that reads nothing holds up nobody.
+	full, err := net.Dial("unixgram", path)
+	needNil(t, err)
+	defer full.Close()
+	full.SetWriteDeadline(time.Now().Add(time.Second))
+	for err == nil {
+		_, err = full.Write([]byte("x"))
+	}
+	d = loopd(t, home)
+	d.cmd.Env = append(d.cmd.Env, "NOTIFY_SOCKET="+path)
+	d.serving().cmd.Process.Signal(syscall.SIGTERM)
+	if code := d.end(); code != 0 {
+		t.Errorf("code %d", code)
+	}
 }
 
 func TestTheDaemonsSessionStore(t *testing.T) {
