@@ -702,8 +702,10 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 		t = d.turns[i]
 	}
 	switch {
-	case err != nil || e.ID == 0 || !e.Final || r.Type == "" || r.From < 0 || r.Type == "turn" && r.Content == "",
-		r.Mode != "" && !in("drain now", r.Mode), r.OnDisconnect != "" && !in("continue cancel", r.OnDisconnect):
+	case !in("ping status turn attach cancel sessions shutdown", cmp.Or(r.Type, "ping")): // whatever its fields are
+		return e.ID, newWireError(codeUnknownMessage, "this daemon knows ping, status, turn, attach, cancel, sessions and shutdown")
+	case err != nil || e.ID == 0 || !e.Final || r.Type == "" || r.Type == "attach" && r.From < 0 || r.Type == "turn" && r.Content == "",
+		r.Type == "shutdown" && !in("drain now", cmp.Or(r.Mode, "now")), r.Type == "turn" && !in("continue cancel", cmp.Or(r.OnDisconnect, "cancel")):
 		return e.ID, newWireError(codeBadRequest, "a request needs an id from 1, final true, a type, and the fields of that type as docs/protocol.md has them")
 	case in("turn attach cancel", r.Type) && !validSessionID(r.Session):
 		return e.ID, newWireError(codeBadSessionID, errBadSessionID.Error())
@@ -737,8 +739,6 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 			d.stop(r.Mode == "now")
 			return &wireReply{Type: "ok"}
 		}
-	default:
-		answer = newWireError(codeUnknownMessage, "this daemon knows ping, status, turn, attach, cancel, sessions and shutdown")
 	}
 	return e.ID, answer
 }

@@ -1110,6 +1110,8 @@ func TestHostileClientsLeaveARunningTurnUntouched(t *testing.T) {
 		{"id 0", string(rawFrame(`{"v":1,"id":0,"final":true,"msg":{"type":"ping"}}`)), "errorbad_request", 0, false},
 		{"not final", string(rawFrame(`{"v":1,"id":4,"final":false,"msg":{"type":"ping"}}`)), "errorbad_request", 4, false},
 		{"a wrong type", string(rawFrame(`{"v":1,"id":4,"final":true,"msg":{"type":"ping","data":5}}`)), "errorbad_request", 4, false},
+		{"a type of a later version", string(rawFrame(`{"v":1,"id":4,"final":true,"msg":{"type":"dance","mode":"fast","session":5}}`)), "errorunknown_message", 4, false},
+		{"a field of another type", string(rawFrame(`{"v":1,"id":4,"final":true,"msg":{"type":"ping","mode":"fast","from":-1}}`)), "pong", 4, false},
 		{"a wrong mode", string(rawFrame(`{"v":1,"id":4,"final":true,"msg":{"type":"shutdown","mode":"x"}}`)), "errorbad_request", 4, false},
 	} {
 		c2 := d.dial()
