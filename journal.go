@@ -16,6 +16,7 @@ import (
 	"slices"
 	"syscall"
 	"time"
+	"unicode/utf8"
 )
 
 // This file is the session store: below <home>/sessions one directory and one
@@ -28,10 +29,7 @@ import (
 // A record is one line of JSON in one write, and its newline is the commit: what
 // lies behind the last newline was promised to nobody.
 
-const (
-	journalFormat = 1
-	journalName   = "journal.jsonl"
-)
+const journalFormat, journalName = 1, "journal.jsonl"
 
 // The types of records. A note is a message that belay itself puts into the
 // conversation within a turn, such as "go on": it is kept because it is sent again.
@@ -174,7 +172,7 @@ func (j *journal) read() error {
 	}
 	torn := false
 	for line := range bytes.SplitAfterSeq(data, []byte("\n")) {
-		whole := bytes.HasSuffix(line, []byte("\n")) && json.Valid(line)
+		whole := bytes.HasSuffix(line, []byte("\n")) && json.Valid(line) && utf8.Valid(line) // which encoding/json does not look at, and servers refuse
 		if whole && (torn || !j.replay(line)) {
 			return fmt.Errorf("%w: record %d", errDamaged, j.next)
 		}

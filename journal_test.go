@@ -280,6 +280,8 @@ func TestTornAndDamaged(t *testing.T) {
 		{"a bad last line", with(6, "{\"n\":6,\"type\":\"turn_e\n"), ""},
 		{"two records on the last line", with(6, strings.TrimSuffix(lines[6], "\n")+lines[6]), ""},
 		{"a bad line in the middle", with(3, "garbage\n"), "record 3"},
+		{"a byte that is no UTF-8 in the middle", with(3, strings.Replace(lines[3], `"type":"`, "\"type\":\"\xff", 1)), "record 3"},
+		{"a byte that is no UTF-8 in the last line", with(6, strings.Replace(lines[6], `"type":"`, "\"type\":\"\xff", 1)), ""},
 		{"a bad line in the middle and a torn tail", with(3, "garbage\n") + "{\"n\"", "record 3"},
 		{"a lost line", join(func(l []string) []string { return append(l[:3], l[4:]...) }), "record 3"},
 		{"a line twice", join(func(l []string) []string { return append(l, l[6]) }), "record 7"},
