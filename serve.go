@@ -470,7 +470,7 @@ func (d *daemon) refuseLocked(why *wireError, turns []*turn) {
 func (d *daemon) changed(bad *wireError) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.refusal == nil && !in("server-unreachable server-loading", bad.Anchor) { // else a check is under way, or the end; or nobody has answered yet
+	if d.refusal == nil && !in("server-unreachable server-loading server-not-llama", bad.Anchor) { // else a check is under way, or the end; or no llama-server has answered yet
 		d.refuseLocked(bad, d.turns)
 		d.recheckLocked()
 	}

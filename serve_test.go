@@ -1036,6 +1036,26 @@ func TestAServerThatFailsATurn(t *testing.T) {
 	if m, kinds := w.send(4, aTurn("s", "x", true)).final(4); m.Text != "whole" || !slices.Contains(kinds, "retry") {
 		t.Errorf("a cut stream is sent again: %+v %v", m, kinds)
 	}
+	// Neither is it another server that fails or is not there for a moment, before the request.
+	f.turn = func(int, map[string]any) any { return say("whole") }
+	for id, broken := range map[int64]int{10: 500, 11: 502, 12: 200} {
+		looks := atomic.Int32{}
+		f.mu.Lock()
+		f.answers["props"] = func(w http.ResponseWriter, r *http.Request) {
+			if looks.Add(1) == 1 {
+				status(broken, "one moment")(w, r)
+			} else {
+				json.NewEncoder(w).Encode(f.props)
+			}
+		}
+		f.mu.Unlock()
+		if m, kinds := w.send(id, aTurn("s", "x", true)).final(id); m.Text != "whole" || !slices.Contains(kinds, "retry") {
+			t.Errorf("status %d of /props: %s %+v %v", broken, m.kind(), m, kinds)
+		}
+	}
+	if n := f.count("tool_call"); n != 1 {
+		t.Errorf("%d checks, want 1", n)
+	}
 	w.send(5, wireRequest{Type: "attach", Session: "s"}).want(5, "resultend")
 }
 
