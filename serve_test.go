@@ -508,6 +508,7 @@ func TestCheckOfTheServer(t *testing.T) {
 		{"server-error", "boom", "turn1", status(500, `{"error":{"code":500,"message":"boom"}}`), 2},
 		{"prompt-truncated", "2051 prompt tokens"[4:], "turn1", usageReply("one", 51, 0), 2},
 		{"no-prefix-cache", "12 of turn 1's 1300", "turn2", usageReply("two", 1320, 12), 3},
+		{"no-prefix-cache", "12 of turn 1's 1300", "turn2", strings.Replace(usageReply("two", 1320, 0), `,"prompt_tokens_details":{"cached_tokens":0}}`, `},"timings":{"cache_n":12}`, 1), 3},
 		{"", "warning: POST /v1/chat/completions, tool call: called \"other_tool\"", "tool_call", calls("other_tool", map[string]any{"word": "no"}), 3},
 		{"", "warning: POST /v1/chat/completions, turn 2: 800 of", "turn2", usageReply("two", 1320, 800), 3},
 		{"", "but the server does not count them", "turn2", say("two"), 3},

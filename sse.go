@@ -571,7 +571,7 @@ func (b *builder) value(raw []byte) (err error) {
 	choices := parse(o.get("choices"))
 	bad := present(o.get("error")) || present(parse(o.get("base_resp")).get("status_code")) || // MiniMax
 		len(choices) == 0 && (present(o.get("message", "detail", "errors", "error_msg", "error_message", "msg")) || string(o.get("type", "object")) == `"error"`)
-	b.addUsage(parse(o.get("usage")))
+	b.addUsage(parse(o.get("usage")), parse(o.get("timings")))
 	for i, m := range choices {
 		bad = b.choice(parse(m.val), i) || bad
 	}
@@ -604,7 +604,7 @@ func (b *builder) choice(o object, place int) bool {
 		b.delta(m)
 		b.whole = !present(o.get("delta"))
 	}
-	b.addUsage(parse(o.get("usage"))) // Moonshot
+	b.addUsage(parse(o.get("usage")), nil) // Moonshot
 	if reason := strings.TrimSpace(str(o.get("finish_reason"))); reason != "" && !strings.EqualFold(reason, "null") && !strings.EqualFold(reason, "none") && (b.reason == "" || normal(reason) != "stop") {
 		b.reason = reason
 	}
@@ -787,13 +787,14 @@ func normal(reason string) string {
 }
 
 // addUsage takes a usage object. Its counts are running totals, so the last one
-// stands; zeros are a placeholder.
-func (b *builder) addUsage(o object) {
+// stands; zeros are a placeholder. Before 2026 llama-server had what was cached in
+// its timings alone.
+func (b *builder) addUsage(o, timings object) {
 	if o == nil {
 		return
 	}
 	in, out := parse(o.get("prompt_tokens_details", "input_tokens_details")), parse(o.get("completion_tokens_details", "output_tokens_details"))
-	u := &usage{number(o.get("prompt_tokens", "input_tokens")), number(o.get("completion_tokens", "output_tokens")), cmp.Or(number(in.get("cached_tokens")), number(o.get("prompt_cache_hit_tokens"))), number(out.get("reasoning_tokens"))}
+	u := &usage{number(o.get("prompt_tokens", "input_tokens")), number(o.get("completion_tokens", "output_tokens")), cmp.Or(number(in.get("cached_tokens")), number(o.get("prompt_cache_hit_tokens")), number(timings.get("cache_n"))), number(out.get("reasoning_tokens"))}
 	if *cmp.Or(u.input, new(int64))+*cmp.Or(u.output, new(int64)) > 0 {
 		b.usage = u
 	}
