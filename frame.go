@@ -26,10 +26,9 @@ import (
 //	offset 4, n bytes: one JSON object in UTF-8, the envelope
 
 const (
-	protocolVersion = 1
-	frameHeader     = 4                // bytes of n
-	frameMin        = 2                // bytes: "{}"
-	frameIDMax      = int64(1)<<53 - 1 // the largest integer that every JSON reader keeps exact
+	protocolVersion, frameHeader, frameMin = 1, 4, 2 // the latter two in bytes: of n, and of "{}"
+
+	frameIDMax = int64(1)<<53 - 1 // the largest integer that every JSON reader keeps exact
 
 	// frameWhole is how long a started frame may take: the deadline for the
 	// caller of readFrame to set in its hook. A slow peer costs one goroutine
@@ -173,14 +172,16 @@ func decodeEnvelope(body []byte) (envelope, error) {
 	if !utf8.Valid(body) || !json.Valid(body) || !plainObject(body) {
 		return e, newWireError(codeBadFrame, "a frame must hold one JSON object in UTF-8 that names no member twice")
 	}
-	err := json.Unmarshal(body, &e) // of a wrong type: that field stays zero, the others are set
+	err := json.Unmarshal(body, &e)    // of a wrong type: that field stays zero, the others are set
+	if e.ID < 0 || e.ID > frameIDMax { // the range is the wire's; that a request may not use 0 is the daemon's
+		e.ID, err = 0, fmt.Errorf("the id %d, under which no error could go out", e.ID)
+	}
 	if e.V != protocolVersion {
 		bad := newWireError(codeUnsupportedVersion, fmt.Sprintf("version %d of the protocol is not spoken here", e.V))
 		bad.Data = map[string]any{"supported": []int{protocolVersion}}
 		return e, bad
 	}
-	// The range of the id is the wire's; that a request may not use 0 is the daemon's.
-	if err != nil || e.ID < 0 || e.ID > frameIDMax || !plainObject(e.Msg) {
+	if err != nil || !plainObject(e.Msg) {
 		return e, newWireError(codeBadFrame, "an envelope needs an id from 0 to 2^53-1, a boolean final, and a msg that is an object and names no member twice")
 	}
 	return e, nil
@@ -205,8 +206,7 @@ func plainObject(b []byte) bool {
 			return false
 		}
 		seen[name] = true
-		var value json.RawMessage
-		_ = d.Decode(&value)
+		_ = d.Decode(new(json.RawMessage))
 	}
 	return true
 }
