@@ -407,11 +407,14 @@ func (a *agent) ask(ctx context.Context) (*reply, error) {
 		request.reported = nil
 		r, err := a.client.complete(ctx, request, a.emit)
 		a.account(request.reported, time.Since(began))
+		api, told := errors.AsType[*apiError](err)
 		switch {
 		case ctx.Err() != nil:
 			return nil, context.Cause(ctx)
-		case endingOf(err).category != "context_length" || !a.shorten(share):
+		case !told || api.category != "context_length" || !a.shorten(share):
 			return r, err
+		case api.heard: // LM Studio says it in the middle of an answer, whose text is void then
+			a.emit("retry", "attempt", 1, "delay_ms", 0, "error_category", api.category, "error", api.message, "discard_content", true)
 		}
 	}
 }

@@ -1714,3 +1714,22 @@ func TestContextThatNeverFitsFails(t *testing.T) {
 		t.Errorf("%d refused, error %v, notices %v", refused.Load(), e, r.events("notice"))
 	}
 }
+
+// LM Studio says it in the middle of an answer, whose text is then void.
+func TestContextThatFillsUpInAnAnswerVoidsItsText(t *testing.T) {
+	t.Parallel()
+	full := delta(map[string]any{"content": "half of it"}, nil) + sse(`{"error":{"message":"Reached context length of 4096 tokens"}}`)
+	p := scripted(t, bash("echo one"), bash("echo two"), bash("echo three"), full, say("whole"))
+	r := execRun(t, p.provider).finish(0)
+	kept := ""
+	for _, e := range r.events("") {
+		if e["type"] == "content" {
+			kept += e["content"].(string)
+		} else if e["type"] == "retry" && e["discard_content"] == true && e["error_category"] == "context_length" {
+			kept = ""
+		}
+	}
+	if kept != "whole" || len(r.events("notice")) != 1 || len(r.events("retry")) != 1 {
+		t.Errorf("a reader of the events has %q; notices %v, retries %v", kept, r.events("notice"), r.events("retry"))
+	}
+}
