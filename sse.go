@@ -794,7 +794,8 @@ func (b *builder) addUsage(o, timings object) {
 		return
 	}
 	in, out := parse(o.get("prompt_tokens_details", "input_tokens_details")), parse(o.get("completion_tokens_details", "output_tokens_details"))
-	u := &usage{number(o.get("prompt_tokens", "input_tokens")), number(o.get("completion_tokens", "output_tokens")), cmp.Or(number(in.get("cached_tokens")), number(o.get("prompt_cache_hit_tokens")), number(timings.get("cache_n"))), number(out.get("reasoning_tokens"))}
+	cached := cmp.Or(number(in.get("cached_tokens")), number(o.get("prompt_cache_hit_tokens", "cached_tokens")), number(timings.get("cache_n")))
+	u := &usage{number(o.get("prompt_tokens", "input_tokens")), number(o.get("completion_tokens", "output_tokens")), cached, number(out.get("reasoning_tokens"))}
 	if *cmp.Or(u.input, new(int64))+*cmp.Or(u.output, new(int64)) > 0 {
 		b.usage = u
 	}
