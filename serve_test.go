@@ -1658,7 +1658,7 @@ func TestLinesThatCannotBeWritten(t *testing.T) {
 	needNil(t, read.Close())
 	defer left.Close()
 	needNil(t, os.Mkdir(d.home+"/services", 0o700))
-	needNil(t, os.WriteFile(d.home+"/services/released.jsonl", []byte(`{"task_id":"shell_00000000"}`+"\n"), 0o600))
+	needNil(t, os.WriteFile(d.home+"/services/released.jsonl", []byte(`{"task_id":"shell_00000000","boot_id":"another"}`+"\n"), 0o600))
 	for _, args := range [][]string{{"status"}, {"sessions", "--json"}, {"turn", "x"}, {"turn", "--json", "x"}, {"probe", "--config", filepath.Join(d.home, "config.toml")},
 		{"version"}, {"config"}, {"help"}, {"help", "turn"}, {"services"}, {"services", "stop", "shell_00000000"}} {
 		for code, stdout := range map[int]*os.File{1: full, 141: left} {
