@@ -783,7 +783,6 @@ func (x *execution) finish(err error) int {
 	var stopped [][]any
 	for _, j := range x.own.list((*job).pending) {
 		stopped = append(stopped, []any{"service_stopped", "task_id", j.id, "pid", j.pid, "reason", e.category})
-		x.show("service_stopped %s (pid %d)", j.id, j.pid)
 	}
 	last, cancel := context.WithTimeout(context.Background(), lastLines)
 	defer cancel()
@@ -859,10 +858,11 @@ func (x *execution) closing(e *ending, answer string, services [][]any) (b []byt
 	meta := []any{"status", e.status, "exit_code", e.code, "stop_reason", cmp.Or(e.category, "end"), "error_category", some(e.category), "error", some(e.message),
 		"session_id", x.id, "model", x.cfg.model, "workspace", x.cfg.workspace, "sandbox", x.cfg.sandbox, "turns", len(x.asked), "tool_calls", x.toolCalls,
 		"input_tokens", x.total[0], "output_tokens", x.total[1], "cached_tokens", x.total[2], "reasoning_tokens", x.total[3], "duration_ms", time.Since(x.began).Milliseconds()}
-	var list []json.RawMessage
+	list, lines := []json.RawMessage(nil), ""
 	for _, s := range services {
 		list = append(list, jsonObject(s[1:]...))
 		b = append(b, encodeEvent(s[0].(string), s[1:]...)...)
+		lines += fmt.Sprintf("\n%s %s", s[0], jsonObject(s[1:]...))
 	}
 	switch {
 	case x.format == "json":
@@ -870,7 +870,7 @@ func (x *execution) closing(e *ending, answer string, services [][]any) (b []byt
 	case x.format == "text" && e.code == 0:
 		return []byte(strings.TrimSuffix(answer, "\n") + "\n")
 	case x.format == "text":
-		x.say("%s: %s", x.cfg.program, e.message)
+		x.say("%s: %s%s", x.cfg.program, e.message, lines) // in one call: each waits for a stderr that stands still
 		return nil
 	case e.code != 0:
 		b = append(b, encodeEvent("error", "error", e.message, "error_category", e.category)...)

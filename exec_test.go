@@ -609,6 +609,21 @@ func args_(command string, background bool) args {
 	return args{"command": command, "background": background}
 }
 
+// The last lines wait for a stderr that stands still together, not one by one for each service.
+func TestStderrThatStandsStillAtTheEnd(t *testing.T) {
+	t.Parallel()
+	p := serve(t, append(slices.Repeat([]any{calls("Bash", persist("exec sleep 600"))}, maxPending), hang)...)
+	r := execRun(t, p, "--output-format", "text")
+	_, r.cmd.Stderr = stuck(t)
+	r.start()
+	until(t, "all services are pending", deadline, func() bool { return p.count() == maxPending+1 })
+	began := time.Now()
+	r.cmd.Process.Signal(syscall.SIGTERM)
+	if code, took := r.wait(), time.Since(began); code != 143 || took > 5*time.Second {
+		t.Errorf("code %d after %s, want 143 after the teardown and a second at most", code, took)
+	}
+}
+
 // A json object or an answer that was not taken whole when a signal came is not
 // completed afterwards: it would say completed although the services were ended.
 func TestSignalWhileTheResultIsWritten(t *testing.T) {
