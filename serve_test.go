@@ -1854,3 +1854,23 @@ func TestAFullDiskIsTold(t *testing.T) {
 	}
 	w.send(5, wireRequest{Type: "ping"}).want(5, "pong")
 }
+
+// An error of the disk is told as what it was, and not as what comes of it.
+func TestADiskThatFailsIsTold(t *testing.T) {
+	f := newFakeLlama(t)
+	release := f.held("fine")
+	d := loopd(t, f.home("")).serving()
+	w := d.dial()
+	w.send(1, aTurn("s", "x", false)).until("content")
+	journal := filepath.Join(d.home, "sessions", "s", journalName)
+	if out, err := exec.Command("chattr", "+i", journal).CombinedOutput(); err != nil {
+		t.Skipf("no file can be made immutable here: %v %s", err, out)
+	}
+	t.Cleanup(func() { exec.Command("chattr", "-i", journal).Run() })
+	close(release)
+	if m, _ := w.final(1); m.kind() != "errorstorage_error" || !strings.Contains(m.Message, "operation not permitted") {
+		t.Errorf("%s %s", m.kind(), m.Message)
+	}
+	needNil(t, exec.Command("chattr", "-i", journal).Run())
+	w.send(2, aTurn("s", "y", true)).want(2, "resultend")
+}
