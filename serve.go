@@ -339,7 +339,7 @@ type peer struct {
 }
 
 // runServe is the daemon from its lock to its end. An error of it is its last line.
-func runServe(cfg *config, stderr io.Writer) (code int, err error) {
+func runServe(cfg *config, stderr *os.File) (code int, err error) {
 	say := sayTo(stderr, cfg.program+": ")
 	signals, starting := make(chan os.Signal, 1), context.Background()
 	for _, sig := range endSignals() { // one by one: of none, package signal means all
@@ -395,9 +395,10 @@ func runServe(cfg *config, stderr io.Writer) (code int, err error) {
 	return d.loop(signals), nil
 }
 
-// sayTo prints lines for the operator.
-func sayTo(stderr io.Writer, start string) func(string, ...any) {
-	return func(format string, args ...any) { fmt.Fprintln(stderr, start+fmt.Sprintf(format, args...)) }
+// sayTo prints lines for the operator. A stderr that takes none, such as that of a
+// log whose disk is full, holds up nobody.
+func sayTo(stderr *os.File, start string) func(string, ...any) {
+	return func(format string, args ...any) { (&printer{stderr: stderr}).say("%s%s", start, fmt.Sprintf(format, args...)) }
 }
 
 // loop owns the lock and the socket, and hears signals, to the end of the last turn.
@@ -1054,7 +1055,7 @@ func showMessage(p *printer, cfg *config, stdout io.Writer, msg json.RawMessage,
 }
 
 // runProbe prints what the configuration of a daemon for this server expects.
-func runProbe(cfg *config, stdout, stderr io.Writer) (code int, err error) {
+func runProbe(cfg *config, stdout io.Writer, stderr *os.File) (code int, err error) {
 	p, bad := newUpstream(cfg, sayTo(stderr, cfg.program+": "), nil).await(context.Background())
 	if bad != nil {
 		return 1, fmt.Errorf("%s; see docs/runbook.md#%s", bad.Message, bad.Anchor)

@@ -947,6 +947,32 @@ func TestADeletedSocketComesBack(t *testing.T) {
 	}
 }
 
+// A reader of the daemon's stderr that stands still holds up neither it nor its end.
+func TestAStalledLogHoldsUpNobody(t *testing.T) {
+	f := newFakeLlama(t)
+	read, write, err := os.Pipe()
+	needNil(t, err)
+	defer read.Close()
+	defer write.Close()
+	d := loopd(t, f.home(""))
+	d.cmd.Stderr = write
+	d.serving()
+	// Opened anew: what is not to block here is to block there.
+	own, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", write.Fd()), os.O_WRONLY|syscall.O_NONBLOCK, 0)
+	needNil(t, err)
+	defer own.Close()
+	needNil(t, own.SetWriteDeadline(time.Now().Add(time.Second)))
+	for err == nil {
+		_, err = own.Write(make([]byte, 512))
+	}
+	needNil(t, os.Remove(d.socket()))
+	until(t, "the socket is back", deadline, d.answers)
+	d.cmd.Process.Signal(syscall.SIGTERM)
+	if code := d.end(); code != 0 {
+		t.Errorf("code %d", code)
+	}
+}
+
 // A daemon whose lock file is gone cannot keep another one out: it finishes what it has and ends.
 func TestALostLockEndsTheDaemon(t *testing.T) {
 	f := newFakeLlama(t)
