@@ -212,8 +212,8 @@ func (p *printer) print(ctx context.Context, kind string, pairs ...any) {
 	case kind == "tool_result":
 		p.tools = append(p.tools, jsonObject(pairs...))
 		p.show("%s in %s ms: %s%s", get("status"), get("duration_ms"), *p.running.Swap(nil), keep("\n"+oneLine(keep("exit code "+get("exit_code")+": ", get("exit_code") != "")+strings.Replace(get("output"), "\nexit code "+get("exit_code"), "", 1)), get("status") == "error"))
-	case kind == "retry", kind == "notice":
-		p.show("%s: %s%s", kind, get("message")+get("error"), keep("; again in "+get("delay_ms")+" ms", kind == "retry"))
+	case kind == "notice", kind == "retry" && p.format == "text": // json has no place for a notice
+		p.say("  %s: %s%s", kind, get("message")+get("error"), keep("; again in "+get("delay_ms")+" ms", kind == "retry"))
 	}
 }
 
@@ -260,7 +260,7 @@ type arguments struct {
 	Action, Command, Cwd string
 	TaskID               string `json:"task_id"`
 	Stdin                *string
-	Timeout              int `json:"timeout_ms"`
+	Timeout              *int `json:"timeout_ms"`
 	Background, Persist  bool
 }
 
@@ -279,7 +279,7 @@ func (a *arguments) check(c call) (unknown []string, err error) {
 	case given == nil:
 		return nil, refusedCall{errors.New("the arguments are no JSON object, so nothing was run; send them again as one object")}
 	}
-	forms := map[string]string{"string": `^"`, "boolean": `^(true|false)$`, "integer": `^[1-9][0-9]{0,17}$`}
+	forms := map[string]string{"string": `^"`, "boolean": `^(true|false)$`, "integer": `^-?[0-9]{1,18}$`}
 	for _, name := range slices.Sorted(maps.Keys(given)) {
 		value, property := jsonOf(given[name]), parse(parameters.get("properties")).get(name)
 		form := regexp.MustCompile(forms[str(parse(property).get("type"))])
@@ -339,7 +339,9 @@ func newAgent(cfg *config, transport http.RoundTripper, tape io.Writer, trace fu
 }
 
 // noNetwork is true where the sandbox keeps commands from it.
-func (a *agent) noNetwork() bool { return a.jobs != nil && a.jobs.confine != nil && !a.cfg.network }
+func (a *agent) noNetwork() bool {
+	return in("read-only workspace-write", a.cfg.sandbox) && !a.cfg.network
+}
 
 // add takes a message into the history and the journal.
 func (a *agent) add(rec record) error {
@@ -505,7 +507,7 @@ func (a *agent) dispatch(ctx context.Context, c call) (r toolResult) {
 // bash is the tool of that name.
 func (a *agent) bash(ctx context.Context, args *arguments) (r toolResult, err error) {
 	action := cmp.Or(args.Action, "run")
-	asked := cmp.Or(args.Timeout, map[string]int{"wait": waitTimeout}[action], int(a.cfg.commandTimeout.Milliseconds()))
+	asked := *cmp.Or(args.Timeout, map[string]*int{"wait": new(waitTimeout)}[action], new(int(a.cfg.commandTimeout.Milliseconds())))
 	ms := min(max(asked, minTimeout), maxTimeout)
 	timeout := time.Duration(ms) * time.Millisecond
 	tasks := a.jobs.list(func(j *job) bool { return j.id == args.TaskID || args.All && !j.over.Load() })
@@ -542,7 +544,7 @@ func (a *agent) start(ctx context.Context, args *arguments, timeout time.Duratio
 	}
 	var log *os.File // never nil for a service: without the null device nothing can be started
 	if args.Persist {
-		if log, err = a.jobs.serviceLog(); err != nil {
+		if log, err = a.jobs.serviceLog(); err != nil && len(a.jobs.list((*job).pending)) == 0 { // once is enough
 			a.emit("notice", "message", fmt.Sprintf("the service's output goes to %s and no record is kept: %v", os.DevNull, err))
 		}
 	}

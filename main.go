@@ -79,8 +79,7 @@ Flags of exec:
   --record FILE              append the provider's responses to FILE
   --replay FILE              answer from such a file, without network
 
-Only PROMPT - reads stdin. A flag after PROMPT's first word is prompt text.
---json may follow each command but serve, config, version and help.
+Only PROMPT - reads stdin; flags behind its first word are text. --json: most.
 `
 
 //go:embed demo.jsonl
@@ -104,9 +103,8 @@ func run(args, env []string, stdin, stdout, stderr *os.File) int {
 		code, err = command(cfg, stdin, stdout, stderr)
 	}
 	if help, asked := errors.AsType[*helpRequest](err); asked {
-		out := bufio.NewWriter(stdout)
-		out.WriteString(helpOn(help.topic, usageText))
-		code, err = flushed(out, 0)
+		_, err = io.WriteString(stdout, helpOn(help.topic, usageText))
+		code = endingOf(err).code
 	}
 	if err != nil {
 		fmt.Fprintf(stderr, "%s: %v\n", filepath.Base(args[0]), err)

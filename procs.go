@@ -396,7 +396,7 @@ func (r *fileRequest) number(b []byte) (string, error) {
 		return "", fmt.Errorf("%s has only %d lines", r.Path, len(lines))
 	}
 	out, n := []byte(nil), first
-	for last := min(len(lines), first-1+cmp.Or(min(r.Limit, readLines), readLines)); n <= last && len(out) <= readBytes; n++ {
+	for last := min(len(lines), first-1+cmp.Or(min(max(r.Limit, 0), readLines), readLines)); n <= last && len(out) <= readBytes; n++ {
 		out = fmt.Appendf(out, "%6d\t%s\n", n, strings.TrimRight(lines[n-1], "\r\n"))
 	}
 	if len(out) > readBytes {

@@ -398,7 +398,9 @@ func runServe(cfg *config, stderr *os.File) (code int, err error) {
 // sayTo prints lines for the operator. A stderr that takes none, such as that of a
 // log whose disk is full, holds up nobody.
 func sayTo(stderr *os.File, start string) func(string, ...any) {
-	return func(format string, args ...any) { (&printer{stderr: stderr}).say("%s%s", start, fmt.Sprintf(format, args...)) }
+	return func(format string, args ...any) {
+		(&printer{stderr: stderr}).say("%s%s", start, fmt.Sprintf(format, args...))
+	}
 }
 
 // loop owns the lock and the socket, and hears signals, to the end of the last turn.

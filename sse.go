@@ -37,13 +37,13 @@ import (
 // however much text arrived, and no call of it is ever handed out.
 
 const (
-	maxEvent       = 64 << 20         // bytes of one event, and kept of one answer: arguments of 32 MB are real, a server gone wild must end
-	readSize       = 32 << 10         // bytes of one read: two TLS records
-	maxFaultDepth  = 8                // nesting of an error: array, error, message, detail, list is 5
-	connectTimeout = 30 * time.Second // for TCP and for TLS; a far host under load takes 10
-	idleConnection = 2 * time.Second  // llama-server drops idle connections after 5 s; ours must go first
-	madeUpID       = 9                // letters and digits of our ids: the only form that Mistral's templates take
-
+	// Bytes of one event, and kept of one answer: arguments of 32 MB are real, a server gone wild must end; of one read: two TLS records.
+	maxEvent, readSize = 64 << 20, 32 << 10
+	// Nesting of an error: array, error, message, detail, list is 5; letters and digits of our ids: the only form that
+	// Mistral's templates take.
+	maxFaultDepth, madeUpID = 8, 9
+	// For TCP and for TLS, where a far host under load takes 10; llama-server drops idle connections after 5, ours must go first.
+	connectTimeout, idleConnection = 30 * time.Second, 2 * time.Second
 	// Bytes of arguments that no piece repeats by chance; bytes that a call costs beside its text, for the bound on an answer.
 	cumulative, callCost = 1000, 256
 	// Wait for usage and sentinel after a finish reason; after a limit has passed, what waits in the socket may still be read.
