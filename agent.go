@@ -954,8 +954,6 @@ func (b *toolbox) equip(a *agent, run string, say func(string, ...any)) (done fu
 	}, nil
 }
 
-func (b *toolbox) killAll() { b.host.killAll() }
-
 // reap takes in, as PID 1 of a container, what has died and is nobody's.
 func reap(h *host) {
 	if h.pid == 1 {

@@ -428,10 +428,9 @@ func (d *daemon) loop(signals <-chan os.Signal) (code int) {
 			if time.Since(last) < sameSignal {
 				continue
 			}
-			// The third one waits for nothing. Keepers end their trees when belay is gone; the order
-			// only makes it quicker. The next start ends the turn in the journal.
+			// The third one waits for nothing, not even to give an order: keepers end their trees when
+			// belay is gone. The next start ends the turn in the journal.
 			if last, count = time.Now(), count+1; count > 2 {
-				d.tools.killAll()
 				return 128 + int(sig.(syscall.Signal))
 			}
 			d.stop(count > 1) // the first is a drain, whatever was asked before: systemd sends it after ExecStop
