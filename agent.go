@@ -103,12 +103,14 @@ func encodeEvent(kind string, pairs ...any) []byte {
 }
 
 // jsonObject keeps the order of its pairs and leaves out a value that encodes to
-// null: what is not known is absent, never zero.
+// null: what is not known is absent, never zero. Of a name that ends in ? it leaves
+// out an empty text and false, too.
 func jsonObject(pairs ...any) []byte {
 	b := []byte{'{'}
 	for pair := range slices.Chunk(pairs, 2) {
-		if v := jsonOf(pair[1]); string(v) != "null" {
-			b = fmt.Appendf(b, "%s:%s,", jsonOf(pair[0]), v)
+		name, optional := strings.CutSuffix(pair[0].(string), "?")
+		if v := string(jsonOf(pair[1])); v != "null" && !(optional && in(`"" false`, v)) {
+			b = fmt.Appendf(b, "%s:%s,", jsonOf(name), v)
 		}
 	}
 	return append(bytes.TrimSuffix(b, []byte{','}), '}')
@@ -122,10 +124,6 @@ func jsonOf(v any) []byte {
 	_ = e.Encode(v)
 	return bytes.TrimSpace(b.Bytes())
 }
-
-// some is nil, hence absent in an event, for an empty text and for false: most
-// results have neither a category nor a path.
-func some(v any) any { return map[bool]any{true: v}[v != "" && v != false] }
 
 // printer writes events in one of the three formats.
 type printer struct {
@@ -473,7 +471,7 @@ func (a *agent) call(ctx context.Context, c call) error {
 	}
 	r, now := a.dispatch(ctx, c), time.Now()
 	a.emit("tool_result", "id", c.id, "name", c.name, "output", r.text, "status", cmp.Or(keep("success", r.category == ""), "error"),
-		"exit_code", r.exit, "error_category", some(r.category), "truncated", some(r.truncated), "output_path", some(r.path),
+		"exit_code", r.exit, "error_category?", r.category, "truncated?", r.truncated, "output_path?", r.path,
 		"started_at", began.UTC(), "completed_at", now.UTC(), "duration_ms", now.Sub(began).Milliseconds())
 	return cmp.Or(a.add(record{Type: recToolResult, Call: c.id, Message: toolMessage(c.id, r.text)}), context.Cause(ctx))
 }
@@ -857,7 +855,7 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 // closing gives the last lines of a run in its format. The answer of the text
 // format stands alone on stdout; an error is said on stderr.
 func (x *execution) closing(e *ending, answer string, services [][]any) (b []byte) {
-	meta := []any{"status", e.status, "exit_code", e.code, "stop_reason", cmp.Or(e.category, "end"), "error_category", some(e.category), "error", some(e.message),
+	meta := []any{"status", e.status, "exit_code", e.code, "stop_reason", cmp.Or(e.category, "end"), "error_category?", e.category, "error?", e.message,
 		"session_id", x.id, "model", x.cfg.model, "workspace", x.cfg.workspace, "sandbox", x.cfg.sandbox, "turns", len(x.asked), "tool_calls", x.toolCalls,
 		"input_tokens", x.total[0], "output_tokens", x.total[1], "cached_tokens", x.total[2], "reasoning_tokens", x.total[3], "duration_ms", time.Since(x.began).Milliseconds()}
 	list, lines := []json.RawMessage(nil), ""

@@ -601,8 +601,8 @@ func (p *peer) serve() {
 	d.moved.Broadcast()
 }
 
-// oweLocked counts n more final frames that wait for the client. While there are
-// some it has finalWait to take the next one.
+// oweLocked counts n more final frames that wait for the client, or one that it has
+// taken. It has finalWait for the first of them, and anew for each that is left.
 func (p *peer) oweLocked(n int) {
 	if p.owed += n; p.owed == 0 {
 		_ = p.SetWriteDeadline(time.Time{})
