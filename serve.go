@@ -859,7 +859,7 @@ func (d *daemon) runTurn(ctx context.Context, t *turn, r wireRequest) {
 		// The session is free on disk before it is free here: the next turn opens it at once.
 		j.close()
 	}
-	if err != nil && !errors.Is(err, os.ErrClosed) { // closed: by the error of an earlier record, which final says
+	if err != nil && (final == nil || !errors.Is(err, os.ErrClosed)) { // closed: by the error of an earlier record, which final says
 		final = storeError(err)
 	}
 	t.cancel(nil)
