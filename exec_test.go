@@ -1482,3 +1482,20 @@ func TestDemoInText(t *testing.T) {
 	pid, _ := strconv.Atoi(m[1])
 	stopService(t, pid)
 }
+
+// How to see and stop the service is said after its release: to a stderr that stands still, not for ever.
+func TestDemoWhoseStderrStandsStill(t *testing.T) {
+	t.Parallel()
+	r := prepare(t, nil, "demo", "--output-format", "stream-json")
+	r.cmd.Env = append(r.cmd.Env, "TMPDIR="+r.workspace)
+	_, r.cmd.Stderr = stuck(t)
+	r.start()
+	select {
+	case <-r.waited:
+	case <-time.After(leftWait):
+		t.Error("the demo does not end")
+		r.cmd.Process.Kill()
+		<-r.waited
+	}
+	stopService(t, int(r.one("service_released")["pid"].(float64)))
+}

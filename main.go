@@ -155,7 +155,7 @@ func demo(cfg config, transport http.RoundTripper, record io.Writer, stdout, std
 	code, err = guarded(&cfg, transport, record, stdout, stderr)
 	list, _ := receipts(cmp.Or(cfg.home, os.DevNull)) // where there is none, services cannot help either
 	if i := slices.IndexFunc(list, func(r receipt) bool { return r.Workspace == cfg.workspace }); i >= 0 {
-		fmt.Fprintf(stderr, "%[1]s: see what was released with: %[1]s services; end it with: %[1]s services stop %[2]s\n", cfg.program, list[i].TaskID)
+		(&printer{stderr: stderr}).say("%[1]s: see what was released with: %[1]s services; end it with: %[1]s services stop %[2]s", cfg.program, list[i].TaskID)
 	}
 	return code, err
 }
