@@ -405,21 +405,24 @@ func sayTo(stderr *os.File, start string) func(string, ...any) {
 
 // loop owns the lock and the socket, and hears signals, to the end of the last turn.
 func (d *daemon) loop(signals <-chan os.Signal) (code int) {
-	tick, count, last := time.Tick(d.cfg.poll), 0, time.Time{}
+	tick, count, last, foreign, path := time.Tick(d.cfg.poll), 0, time.Time{}, false, socketPath(d.cfg.home)
 	for {
 		select {
 		case <-tick:
 			reap(d.tools.host)
-			_, err := os.Lstat(socketPath(d.cfg.home))
+			now, err := os.Lstat(path)
 			switch {
 			case code != 0: // it has said so
 			case d.lock.lost(): // the home may have another daemon by now, or be another one
 				d.say("the lock %s was deleted or replaced, so this daemon ends; see docs/runbook.md#already-running", lockPath(d.cfg.home))
 				code = 1
 				d.stop(false)
+			case err == nil && !foreign && !os.SameFile(now, d.lock.bound):
+				foreign = true // said once
+				d.say("%s is no longer this daemon's, so nobody reaches it; remove that file, and it is made again; see docs/runbook.md#socket-path", path)
 			case errors.Is(err, os.ErrNotExist):
 				d.lock.unlisten()
-				d.say("%s was deleted and is made again; see docs/runbook.md#socket-path", socketPath(d.cfg.home))
+				d.say("%s was deleted and is made again; see docs/runbook.md#socket-path", path)
 				if err = d.listen(); err != nil {
 					d.say("%v", err)
 				}

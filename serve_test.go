@@ -940,10 +940,16 @@ func TestADeletedSocketComesBack(t *testing.T) {
 	ln, err := net.Listen("unix", d.socket())
 	needNil(t, err)
 	defer ln.Close()
+	until(t, "the daemon says that nobody reaches it", deadline, func() bool {
+		return strings.Contains(d.err.String(), d.socket()+" is no longer this daemon's")
+	})
 	d.cmd.Process.Signal(syscall.SIGTERM)
 	d.end()
 	if _, err := os.Lstat(d.socket()); err != nil {
 		t.Error("a foreign socket was removed")
+	}
+	if n := strings.Count(d.err.String(), "is no longer this daemon's"); n != 1 {
+		t.Errorf("it says so %d times", n)
 	}
 }
 
