@@ -368,7 +368,7 @@ func runServe(cfg *config, stderr *os.File) (code int, err error) {
 		say("the list of sessions is not complete: %v; see docs/runbook.md#session-damaged", err)
 	}
 	for i := 0; i < len(list) && starting.Err() == nil; i++ { // whatever a crash left open is closed now
-		if j, err := openSession(store, list[i].Session, true, "", ""); err == nil {
+		if j, err := openSession(store, list[i].Session, true, cfg.model, cfg.workspace); err == nil {
 			j.close()
 		} else {
 			say("%v; see docs/runbook.md#session-damaged", err)

@@ -1819,7 +1819,12 @@ func TestTheDaemonsSessionStore(t *testing.T) {
 	needNil(t, os.WriteFile(path, cut, 0o600))
 	outside := t.TempDir()
 	needNil(t, os.Symlink(outside, filepath.Join(d.home, "sessions", "link")))
+	needNil(t, os.Mkdir(filepath.Join(d.home, "sessions", "begun"), 0o700))
+	needNil(t, os.WriteFile(filepath.Join(d.home, "sessions", "begun", journalName), nil, 0o600))
 	d = loopd(t, d.home).serving()
+	if recs := d.journal("begun"); len(recs) != 1 || recs[0].Model != "test-model" {
+		t.Errorf("%+v", recs)
+	}
 	if got := kinds(d.journal("s")); got != "session turn_start assistant recovered turn_end" {
 		t.Error(got)
 	}
