@@ -85,7 +85,7 @@ func takeLock(home, name string) (*instanceLock, error) {
 	if errors.Is(err, errHeld) {
 		note := make([]byte, noteMax)
 		n, _ := l.file.ReadAt(note, 0) // quoted below: a file's bytes go to a terminal
-		return nil, fmt.Errorf("another %s %w (it holds %s); see docs/runbook.md#already-running\nits note: %q\nto stop it: %s --home %s shutdown", name, err, path, strings.TrimSpace(string(note[:n])), name, home)
+		return nil, fmt.Errorf("another %s %w (it holds %s); see docs/runbook.md#already-running\nits note: %q\nto stop it: %s --home %s shutdown; before it serves: kill that pid", name, err, path, strings.TrimSpace(string(note[:n])), name, home)
 	}
 	return nil, fmt.Errorf("cannot take the lock %s: %s; see docs/runbook.md#already-running", path, errnoText(err))
 }

@@ -208,7 +208,7 @@ func TestAKilledHolderFreesTheLockAndItsSocketIsReplaced(t *testing.T) {
 		t.Errorf("first line\n%s\nwant\n%s", lines[0], want)
 	}
 	if len(lines) != 3 || !strings.Contains(lines[1], fmt.Sprintf("pid %d, serving since 2", h.cmd.Process.Pid)) ||
-		lines[2] != "to stop it: loopd --home "+home+" shutdown" {
+		lines[2] != "to stop it: loopd --home "+home+" shutdown; before it serves: kill that pid" {
 		t.Errorf("further lines %q", lines[1:])
 	}
 	if strings.Contains(err.Error(), "selftest") {
