@@ -194,6 +194,8 @@ func (j *journal) cut(torn []byte) error {
 	err = cmp.Or(err, writeErr, f.Sync(), f.Close())
 	if err == nil {
 		err = j.file.Truncate(j.size)
+	} else if f != nil { // a part of them, and the next try makes its own
+		_ = j.root.Remove(filepath.Join(j.id, name))
 	}
 	if err != nil || j.next == 0 { // before the first record there is no place for a note
 		return err

@@ -563,6 +563,25 @@ func TestHelperJournal(t *testing.T) {
 	if last := readRecords(t, path); kinds(last[7:]) != "turn_start turn_end" {
 		t.Errorf("records behind: %s", kinds(last[7:]))
 	}
+	j.close()
+	if mode == "tmpfs" { // without room to save a torn end nothing is cut, and no part of it is left
+		f, err := os.OpenFile(path, os.O_WRONLY|os.O_APPEND, 0)
+		needNil(t, err)
+		_, err = f.WriteString(strings.Repeat("x", 20<<10))
+		needNil(t, err)
+		torn, err := os.ReadFile(path)
+		needNil(t, err)
+		os.WriteFile(filepath.Join(home, "filler"), make([]byte, 64<<10), 0o600) // as far as it goes
+		for range 3 {
+			if _, err := openSession(root, "s", true, "m", "w"); !storageFull(err) {
+				t.Fatalf("a torn end without room to save it: %v", err)
+			}
+		}
+		left, _ := os.ReadDir(filepath.Dir(path))
+		if got, _ := os.ReadFile(path); len(left) != 1 || !bytes.Equal(got, torn) {
+			t.Fatalf("left %v, and the journal has %d bytes, want %d", left, len(got), len(torn))
+		}
+	}
 	fmt.Println("passed")
 }
 
