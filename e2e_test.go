@@ -22,6 +22,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // e2e_test.go runs the built binary against scripted servers on loopback. Every
@@ -97,6 +99,14 @@ func victim(tag, kind string) {
 		again("fork-stop", true, nil).Wait()
 	case "fork-stop":
 		again("stop", false, nil)
+	case "tracer": // of the keeper, which then stops on its way out, even on SIGKILL, until we let it go
+		runtime.LockOSThread()
+		shell, _ := readProc(os.Getppid())
+		if _, _, e := syscall.Syscall6(syscall.SYS_PTRACE, unix.PTRACE_SEIZE, uintptr(shell.ppid), 0, unix.PTRACE_O_TRACEEXIT, 0, 0); e != 0 {
+			fmt.Println("cannot trace:", e)
+		}
+		os.WriteFile("traced", nil, 0o644)
+		nap()
 	case "headless": // in the background: its first thread has ended, which looks like a zombie
 		again("fork-headless", true, nil).Wait()
 	case "fork-headless":

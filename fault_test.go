@@ -315,7 +315,8 @@ func TestFileToolInADirectoryThatHangs(t *testing.T) {
 }
 
 // A keeper in a frozen cgroup (version 1) cannot be killed. Its command had a
-// limit of time, which ends nothing then; the run must not say that it completed.
+// limit of time, which ends nothing then; the run ends what is not frozen, and
+// must not say that it completed.
 func TestKeeperThatIsFrozen(t *testing.T) {
 	ofTheBinary(t)
 	t.Parallel()
@@ -331,9 +332,28 @@ func TestKeeperThatIsFrozen(t *testing.T) {
 	if text := r.out.String(); code != 1 || !strings.Contains(text, "keeper pid") {
 		t.Errorf("exit code %d: %s", code, text)
 	}
-	for _, pid := range inDir(r.workspace) { // init's, once the keeper is dead
-		syscall.Kill(pid, syscall.SIGKILL)
+	until(t, "no process of the run is left", leftWait, func() bool { return len(inDir(r.workspace)) == 0 && !r.keepers() })
+}
+
+// A keeper that is traced by its own command cannot be killed either, as long as
+// the tracer lives. It does not protect what is below it.
+func TestKeeperThatIsTraced(t *testing.T) {
+	ofTheBinary(t)
+	t.Parallel()
+	tag := newTag(t)
+	self, _ := os.Executable()
+	command := self + " victim " + tag + " tracer & until test -e traced; do sleep 0.02; done; kill -KILL $PPID; sleep 600"
+	r := execRun(t, serve(t, calls("Bash", map[string]any{"command": command, "timeout_ms": 1000}), say("done"))).start()
+	code := r.wait()
+	text := r.out.String()
+	if strings.Contains(text, "cannot trace") {
+		t.Skip("processes may not trace each other here")
 	}
+	if code != 1 || !strings.Contains(text, "keeper pid") {
+		t.Errorf("exit code %d: %s", code, text)
+	}
+	noneLeft(t, tag)
+	until(t, "no process of the run is left", leftWait, func() bool { return len(inDir(r.workspace)) == 0 && !r.keepers() })
 }
 
 // processesOf counts threads too, as the limit does.

@@ -670,9 +670,8 @@ type host struct {
 func newHost() (*host, error) {
 	// In a PID namespace of our own without a /proc of its own (unshare -p -f), pids there are those of other processes.
 	own, err := os.Readlink("/proc/self")
-	other := map[bool]error{true: errors.New("/proc is of another PID namespace")}[own != strconv.Itoa(os.Getpid())]
 	// prctl(2): the key in our environment and memory is not for commands, which run as the same user.
-	if err = cmp.Or(err, other, beParent(), unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)); err != nil {
+	if err = cmp.Or(err, map[bool]error{true: errors.New("/proc is of another PID namespace")}[own != strconv.Itoa(os.Getpid())], beParent(), unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)); err != nil {
 		return nil, fmt.Errorf("cannot prepare the process, which needs /proc mounted to see and end what it starts: %w; see docs/runbook.md#environment", err)
 	}
 	self, _ := readProc(os.Getpid())
@@ -715,7 +714,7 @@ func (h *host) orphans() (left []proc) {
 			// wait4(2), not blocking: 0 while it lives, ECHILD when it was not ours after all.
 			unix.Wait4(p.pid, nil, unix.WNOHANG, nil)
 		}
-		return p.ppid == h.pid && (h.keepers[p.pid] != nil || h.foreign[p.pid] || h.sessions[p.sid])
+		return p.ppid == h.pid && (h.keepers[p.pid] != nil && !h.keepers[p.pid].stuck.Load() || h.foreign[p.pid] || h.sessions[p.sid])
 	}
 	// One that skip reaps here counts all the same: the next look shows who came after it.
 	if left = below(all, h.pid, skip); len(left) == 0 {
@@ -771,7 +770,8 @@ type job struct {
 	began            time.Time
 	said             chan int      // who the command is, as the keeper says it; closed when no more can come
 	gone             chan struct{} // closed when nothing below the keeper is left and the output is whole
-	over, cancelled  atomic.Bool   // over: gone is closed
+	// over: gone is closed; stuck: the keeper cannot be killed, so what is below it is nobody's
+	over, cancelled, stuck atomic.Bool
 
 	pid int // of the command, set before start returns
 	// owned by follow until gone is closed
@@ -977,9 +977,10 @@ func end(order syscall.Signal, list ...*job) (left string) {
 		j.order(order)
 	}
 	for _, j := range list {
-		if j.wait(context.Background(), wedged+endBound-time.Since(start)) {
+		if j.wait(context.Background(), map[bool]time.Duration{false: wedged + endBound}[j.stuck.Load()]-time.Since(start)) {
 			left += j.last.Left
 		} else {
+			j.stuck.Store(true) // frozen, or traced by what it keeps
 			left += fmt.Sprintf(" keeper pid %d", j.cmd.Process.Pid)
 		}
 	}
