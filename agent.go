@@ -271,11 +271,11 @@ type refusedCall struct{ error }
 func (a *arguments) check(c call) (unknown []string, err error) {
 	parameters, names := toolOf(c.name)
 	var given map[string]any
-	switch json.Unmarshal(c.args, &given); {
+	switch err = json.Unmarshal(c.args, &given); {
 	case parameters == nil:
 		return nil, refusedCall{fmt.Errorf("there is no tool %q; the tools are %s", c.name, strings.Join(names, ", "))}
-	case given == nil:
-		return nil, refusedCall{errors.New("the arguments are no JSON object, so nothing was run; send them again as one object")}
+	case err != nil || given == nil: // a number that no float64 holds is an error, and would count as absent
+		return nil, refusedCall{errors.New("the arguments are no JSON object, or hold a number out of range, so nothing was run; send them again as one object")}
 	}
 	forms := map[string]string{"string": `^"`, "boolean": `^(true|false)$`, "integer": `^-?[0-9]{1,18}$`}
 	for _, name := range slices.Sorted(maps.Keys(given)) {

@@ -160,6 +160,18 @@ func TestArgumentsThatAreNoObject(t *testing.T) {
 	}
 }
 
+// A number that no float64 holds is a number all the same, of the wrong type.
+func TestNumberOutOfRangeIsRefused(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{"cwd", "stdin", "background", "timeout_ms"} {
+		r := execRun(t, serve(t, rawCall("Bash", `{"command":"touch ran","`+name+`":1e400}`), say("done"))).finish(0)
+		// Go's decoder takes no event with such a number, hence a look at the text.
+		if _, err := os.Stat(r.workspace + "/ran"); err == nil || !strings.Contains(r.out.String(), "or hold a number out of range") {
+			t.Errorf("%s: ran %v: %s", name, err == nil, r.out.String())
+		}
+	}
+}
+
 func TestUnknownToolAndMissingArgument(t *testing.T) {
 	t.Parallel()
 	r := execRun(t, serve(t, calls("Fly", args{"to": "x"}), calls("Read", args{}), calls("Edit", args{"path": "x", "old": "a"}), say("done"))).finish(0)
