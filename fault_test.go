@@ -356,6 +356,35 @@ func TestKeeperThatIsTraced(t *testing.T) {
 	until(t, "no process of the run is left", leftWait, func() bool { return len(inDir(r.workspace)) == 0 && !r.keepers() })
 }
 
+// Whoever sends a signal again and again does not hold up the exit by that: the
+// second one that counts sets its moment, whatever the teardown still waits for.
+func TestSignalsThatDoNotStop(t *testing.T) {
+	ofTheBinary(t)
+	t.Parallel()
+	self, _ := os.Executable()
+	p := serve(t, bash(self+" victim "+t.Name()+" tracer & until test -e traced; do sleep 0.02; done; kill -KILL $PPID; sleep 600"))
+	r := execRun(t, p).start()
+	defer func() {
+		for _, pid := range inDir(r.workspace) { // below a keeper that cannot be killed, and a second signal does not wait for it
+			syscall.Kill(pid, syscall.SIGKILL)
+		}
+	}()
+	until(t, "the keeper is traced", deadline, func() bool { _, err := os.Stat(r.workspace + "/traced"); return err == nil })
+	for began := time.Now(); ; r.cmd.Process.Signal(syscall.SIGTERM) {
+		select {
+		case <-r.waited:
+			if code := r.cmd.ProcessState.ExitCode(); code != 143 {
+				t.Errorf("exit code %d", code)
+			}
+			return
+		case <-time.After(400 * time.Millisecond):
+		}
+		if time.Since(began) > wedged+endBound { // what the teardown takes at least
+			t.Fatal("belay waits for the teardown")
+		}
+	}
+}
+
 // processesOf counts threads too, as the limit does.
 func processesOf(uid int) (n int) {
 	for _, p := range processes() {

@@ -185,7 +185,7 @@ func guarded(cfg *config, transport http.RoundTripper, record io.Writer, stdout,
 		case sig := <-second:
 			// owner: guarded; ends when no keeper is being started, which somebody may hold up; joined by the exit
 			go h.killAll()
-			code, leave = 128+int(sig.(syscall.Signal)), time.After(killWait)
+			code, leave = 128+int(sig.(syscall.Signal)), cmp.Or(leave, time.After(killWait)) // a third one postpones nothing
 		case <-leave:
 			return code, nil
 		}
