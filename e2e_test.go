@@ -740,6 +740,21 @@ func TestEarlierChildIsNotTouched(t *testing.T) {
 }
 
 // A descriptor that the caller left open, here a lock, is not the service's.
+// The number of an earlier child that has ended may be given again, to a process
+// of a command: that one is no earlier child.
+func TestNumberOfAnEarlierChild(t *testing.T) {
+	t.Parallel()
+	again := "x=$(cat earlier); for i in 1 2 3 4 5 6 7 8 9; do echo $((x-1)) > /proc/sys/kernel/ns_last_pid; sh -c 'test $$ = '$x' && exec setsid sleep 600' > /dev/null 2>&1 & " +
+		"test $! = $x && break; done; echo got $!, want $x; sleep 0.2; kill -KILL $PPID; sleep 600"
+	r := execRun(t, serve(t, bash("sleep 0.5; kill -KILL $PPID; sleep 600"), bash(again), say("done")))
+	inner := `setsid sleep 0.2 & echo $! > earlier; exec "$@"`
+	r.inNamespace(`sh -c '`+inner+`' sh "$@"; code=$?; test -d /proc/$(cat earlier) && echo left; exit $code`, "--pid", "--fork", "--mount-proc").start()
+	code := r.wait()
+	if text := r.out.String(); code != 0 || strings.HasSuffix(text, "left\n") {
+		t.Errorf("exit code %d: %s", code, text)
+	}
+}
+
 func TestInheritedDescriptorIsNotHeldByService(t *testing.T) {
 	t.Parallel()
 	r := execRun(t, serve(t, calls("Bash", persist(serviceCommand)), say("up")))

@@ -660,6 +660,7 @@ type host struct {
 	// set once: children that belay had before its first line; sessions, theirs and belay's own, in which none of our commands can be
 	pid               int
 	foreign, sessions map[int]bool
+	newest            uint64 // start of the last of them: what has one of these numbers and is younger has it anew, and is ours
 
 	mu      sync.Mutex   // starting a keeper and looking for orphans exclude each other
 	keepers map[int]*job // guarded by mu: keepers not yet waited for by os/exec, by pid
@@ -675,9 +676,10 @@ func newHost() (*host, error) {
 		return nil, fmt.Errorf("cannot prepare the process, which needs /proc mounted to see and end what it starts: %w; see docs/runbook.md#environment", err)
 	}
 	self, _ := readProc(os.Getpid())
-	h := &host{pid: self.pid, foreign: map[int]bool{}, sessions: map[int]bool{self.sid: true}, keepers: map[int]*job{}}
-	for _, p := range append(below(processes(), h.pid, nil), children()...) {
+	h := &host{pid: self.pid, foreign: map[int]bool{}, sessions: map[int]bool{}, keepers: map[int]*job{}}
+	for _, p := range append(below(processes(), h.pid, nil), append(children(), self)...) {
 		h.foreign[p.pid], h.sessions[p.sid] = true, true
+		h.newest = max(h.newest, p.start)
 	}
 	return h, nil
 }
@@ -714,7 +716,8 @@ func (h *host) orphans() (left []proc) {
 			// wait4(2), not blocking: 0 while it lives, ECHILD when it was not ours after all.
 			unix.Wait4(p.pid, nil, unix.WNOHANG, nil)
 		}
-		return p.ppid == h.pid && (h.keepers[p.pid] != nil && !h.keepers[p.pid].stuck.Load() || h.foreign[p.pid] || h.sessions[p.sid])
+		leader, _ := readProc(p.sid)
+		return p.ppid == h.pid && (h.keepers[p.pid] != nil && !h.keepers[p.pid].stuck.Load() || h.foreign[p.pid] && p.start <= h.newest || h.sessions[p.sid] && leader.start <= h.newest)
 	}
 	// One that skip reaps here counts all the same: the next look shows who came after it.
 	if left = below(all, h.pid, skip); len(left) == 0 {
@@ -1162,10 +1165,7 @@ func recordRelease(home string, receipts []receipt) error {
 }
 
 // ended is false while the service that was confirmed lives.
-func (r receipt) ended() bool {
-	p, ok := readProc(r.PID)
-	return !ok || p.start != r.StartTime || p.dead()
-}
+func (r receipt) ended() bool { p, _ := readProc(r.PID); return p.start != r.StartTime || p.dead() }
 
 // stop ends the service's session and everything below it: TERM, stopGrace,
 // KILL. What was seen once is ended even if it leaves the session meanwhile.
