@@ -58,9 +58,7 @@ const (
 	userStart, emptyTurn = `{"role":"user","content":"`, `{"content":"",`
 )
 
-var errSilent, errNoAnswer = errors.New("nothing arrived within limits.liveness_ms"), errors.New("the server closed the connection without an answer")
-
-var errReplayEnd = errors.New("the recording holds no further response")
+var errSilent, errNoAnswer, errReplayEnd = errors.New("nothing arrived within limits.liveness_ms"), errors.New("the server closed the connection without an answer"), errors.New("the recording holds no further response")
 
 // clientOptions are plain values, set once.
 type clientOptions struct {
@@ -120,11 +118,12 @@ type reply struct {
 }
 
 // call is one tool call. args is a JSON object, or nil when raw is none. extra
-// are unknown keys: Gemini refuses the next turn without its own.
+// are unknown keys, inner those of its function: Gemini refuses the next turn
+// without its own, which LiteLLM puts there.
 type call struct {
 	id, name, raw string
 	args          json.RawMessage
-	extra         map[string]any
+	extra, inner  map[string]any
 }
 
 // usage counts tokens; nil = not reported.
@@ -275,7 +274,9 @@ func assistantMessage(r *reply, calls []call) json.RawMessage {
 	m := map[string]any{"role": "assistant", "content": r.text}
 	var list []map[string]any
 	for _, c := range calls {
-		list = append(list, map[string]any{"id": c.id, "type": "function", "function": map[string]string{"name": c.name, "arguments": cmp.Or(string(c.args), "{}")}})
+		fn := map[string]any{"name": c.name, "arguments": cmp.Or(string(c.args), "{}")}
+		maps.Copy(fn, c.inner)
+		list = append(list, map[string]any{"id": c.id, "type": "function", "function": fn})
 		maps.Copy(list[len(list)-1], c.extra)
 	}
 	if len(list) > 0 {
@@ -668,10 +669,10 @@ func (b *builder) call(o object) {
 		p = cmp.Or(b.at[id], b.at[""])
 	}
 	if p == nil || name != "" && (id != "" && p.id != "" && id != p.id || p.restarts([]byte(piece), id != "" && id == p.id)) {
-		p = &partial{call: call{extra: map[string]any{}}}
+		p = &partial{call: call{extra: map[string]any{}, inner: map[string]any{}}}
 		b.parts, b.at[""], b.kept = append(b.parts, p), p, b.kept+callCost
 	}
-	p.id, p.name, p.joined = cmp.Or(p.id, id), cmp.Or(p.name, name), append(p.joined, name...)
+	p.id, p.name, p.joined, b.kept = cmp.Or(p.id, id), cmp.Or(p.name, name), append(p.joined, name...), b.kept+len(piece)+len(name)
 	b.at["\x00"+index], b.at[p.id] = p, p
 	switch {
 	case piece == "" || p.repeats([]byte(piece)):
@@ -684,12 +685,11 @@ func (b *builder) call(o object) {
 	default:
 		p.text, p.last = append(p.text, piece...), "\x00"
 	}
-	for _, m := range o {
-		if !slices.Contains([]string{"index", "id", "type", "function"}, string(m.key)) && string(m.val) != "null" {
-			p.extra[string(m.key)], b.kept = json.RawMessage(bytes.Clone(m.val)), b.kept+len(m.val)
+	for i, m := range slices.Concat(o, fn) {
+		if !slices.Contains([]string{"index", "id", "type", "function", "name", "arguments"}, string(m.key)) && string(m.val) != "null" {
+			map[bool]map[string]any{true: p.extra, false: p.inner}[i < len(o)][string(m.key)], b.kept = json.RawMessage(bytes.Clone(m.val)), b.kept+len(m.val)
 		}
 	}
-	b.kept += len(piece) + len(name)
 }
 
 // restarts says whether piece begins another object after complete arguments,

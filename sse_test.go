@@ -738,7 +738,7 @@ func TestEmptyToolsAreLeftOut(t *testing.T) {
 func TestATurnGoesBackAsItCame(t *testing.T) {
 	turn := sseChunk(`{"reasoning":"mull <b>","reasoning_details":[{"type":"reasoning.encrypted","data":"x"}]}`) + sseChunk(`{"reasoning_details":[{"type":"reasoning.text","text":"y"}]}`) +
 		sseChunk(callDelta(`{"index":0,"id":"a","type":"function","function":{"name":"ls","arguments":"{\"p\": \"\\u00e9\"}"},"extra_content":{"google":{"thought_signature":"c2ln"}}}`,
-			`{"index":1,"id":"a","type":"function","function":{"name":"rm","arguments":"{oops"}}`)) + sseChunk(`{}`, "tool_calls") + done
+			`{"index":1,"id":"a","type":"function","function":{"name":"rm","arguments":"{oops","provider_specific_fields":{"thought_signature":"c2ln"},"strict":null}}`)) + sseChunk(`{}`, "tool_calls") + done
 	f := newFake(t, stream(turn), stream(turn), stream(sseAnswer("ok")))
 	c := f.client(clientOptions{})
 	r := &request{messages: []json.RawMessage{userMessage("hi")}, learned: newLearned()}
@@ -774,8 +774,8 @@ func TestATurnGoesBackAsItCame(t *testing.T) {
 	if args := first["function"].(map[string]any)["arguments"]; args != `{"p": "\u00e9"}` {
 		t.Errorf("arguments are no string of the same JSON: %v", args)
 	}
-	if args := second["function"].(map[string]any)["arguments"]; args != `{}` {
-		t.Errorf("invalid arguments went back as %v", args)
+	if fn := second["function"].(map[string]any); fn["arguments"] != `{}` || fmt.Sprint(fn["provider_specific_fields"]) != "map[thought_signature:c2ln]" || len(fn) != 3 {
+		t.Errorf("function of the call with invalid arguments: %v", fn)
 	}
 	for _, m := range body.Messages {
 		if m["role"] == "tool" {
