@@ -209,7 +209,11 @@ func (p *printer) print(ctx context.Context, kind string, pairs ...any) {
 		p.running.Store(new(oneLine(get("name") + " " + get("input"))))
 	case kind == "tool_result":
 		p.tools = append(p.tools, jsonObject(pairs...))
-		p.show("%s in %s ms: %s%s", get("status"), get("duration_ms"), *p.running.Swap(nil), keep("\n"+oneLine(keep("exit code "+get("exit_code")+": ", get("exit_code") != "")+strings.Replace(get("output"), "\nexit code "+get("exit_code"), "", 1)), get("status") == "error"))
+		said, code := get("output"), get("exit_code")
+		if code != "" { // it stands at the end of the output, and a line is cut there
+			said = "exit code " + code + ": " + strings.Replace(said, "\nexit code "+code, "", 1)
+		}
+		p.show("%s in %s ms: %s%s", get("status"), get("duration_ms"), *p.running.Swap(nil), keep("\n"+oneLine(said), get("status") == "error"))
 	case kind == "notice", kind == "retry" && p.format == "text": // json has no place for a notice
 		p.say("  %s: %s%s", kind, get("message")+get("error"), keep("; again in "+get("delay_ms")+" ms", kind == "retry"))
 	}
@@ -837,8 +841,10 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 			break
 		}
 	}
-	for i := 0; err == nil && i < len(released); i++ {
-		err = x.show("service_released %s", jsonObject(released[i][1:]...))
+	for i := 0; x.format == "text" && err == nil && i < len(released); i++ { // only there a signal counts up to the last of them
+		if err = context.Cause(ctx); err == nil {
+			err = x.say("  service_released %s", jsonObject(released[i][1:]...))
+		}
 	}
 	x.own.host.hold(err == nil && list != nil)
 	if err == nil {
