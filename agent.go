@@ -825,16 +825,18 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 	// A terminal may take a part of a piece: one that is under way when the run is ended has lastLines more.
 	last, giveUp := context.WithCancelCause(context.Background())
 	defer context.AfterFunc(ctx, func() { time.AfterFunc(lastLines, func() { giveUp(context.Cause(ctx)) }) })()
+	ended := func() error { // is asked behind each wait for a reader
+		if slices.ContainsFunc(list, receipt.ended) {
+			return failed("service_exited", "a service ended before it was let go")
+		}
+		return nil
+	}
 	for piece := range slices.Chunk(lines, atomicWrite) {
 		for ctx.Err() == nil && !takesOneWrite(int(x.stdout.Fd()), superviseTick) {
 			// poll(2) has no channel, hence a look at ctx now and then
 		}
 		x.own.host.hold(held) // first, then the look at ctx: a signal between the two is seen
-		err = context.Cause(ctx)
-		if err == nil && slices.ContainsFunc(list, receipt.ended) { // while stdout waited for its reader
-			err = failed("service_exited", "a service ended before it was let go")
-		}
-		if err == nil {
+		if err = cmp.Or(context.Cause(ctx), ended()); err == nil {
 			err = x.write(last, piece)
 		}
 		if err != nil {
@@ -843,7 +845,7 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 	}
 	for i := 0; x.format == "text" && err == nil && i < len(released); i++ { // only there a signal counts up to the last of them
 		if err = context.Cause(ctx); err == nil {
-			err = x.say("  service_released %s", jsonObject(released[i][1:]...))
+			err = cmp.Or(x.say("  service_released %s", jsonObject(released[i][1:]...)), ended())
 		}
 	}
 	x.own.host.hold(err == nil && list != nil)

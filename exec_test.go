@@ -708,6 +708,25 @@ func TestServiceEndsWhileStdoutWaits(t *testing.T) {
 	}
 }
 
+// The same while stderr waits for its reader, which has the receipts of the text
+// format: the service ends behind the answer.
+func TestServiceEndsWhileStderrWaits(t *testing.T) {
+	t.Parallel()
+	r := execRun(t, serve(t, calls("Bash", persist(serviceCommand)), bash("until test -s service.pid; do sleep 0.02; done"), say("done")), "--output-format", "text")
+	in, write := stuck(t)
+	r.cmd.Stderr = write
+	out := r.piped()
+	write.Close()
+	io.ReadFull(out, make([]byte, len("done\n")))
+	pid := pidFile(t, r.workspace+"/service.pid")
+	syscall.Kill(pid, syscall.SIGKILL)
+	until(t, "the service has ended", deadline, func() bool { return !alive(pid) })
+	b, _ := io.ReadAll(in)
+	if code := r.wait(); code != 1 {
+		t.Errorf("exit code %d, with %q", code, bytes.TrimLeft(b, "\n"))
+	}
+}
+
 // The text format has its receipts on stderr. Where that does not take them, no
 // service stays, and a second signal meanwhile does not leave some of them.
 func TestStderrThatTakesNoReceipt(t *testing.T) {
