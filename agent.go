@@ -822,21 +822,21 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 	// and from the moment that it is sure to happen signals are held; else signals count until the last byte.
 	lines := x.closing(endingOf(nil), answer, released)
 	held := x.format == "stream-json" && list != nil && len(lines) <= atomicWrite
-	// A terminal may take a part of a piece: one that is under way when the run is ended has lastLines more.
-	last, giveUp := context.WithCancelCause(context.Background())
-	defer context.AfterFunc(ctx, func() { time.AfterFunc(lastLines, func() { giveUp(context.Cause(ctx)) }) })()
-	ended := func() error { // is asked behind each wait for a reader
-		if slices.ContainsFunc(list, receipt.ended) {
+	lost := func() error { // is asked behind each wait for a reader: a service may end meanwhile, or its keeper
+		if slices.ContainsFunc(list, receipt.ended) || slices.ContainsFunc(services, func(j *job) bool { return j.waited.Load() }) {
 			return failed("service_exited", "a service ended before it was let go")
 		}
 		return nil
 	}
+	// A terminal may take a part of a piece: one that is under way when the run is ended has lastLines more.
+	last, giveUp := context.WithCancelCause(context.Background())
+	defer context.AfterFunc(ctx, func() { time.AfterFunc(lastLines, func() { giveUp(context.Cause(ctx)) }) })()
 	for piece := range slices.Chunk(lines, atomicWrite) {
 		for ctx.Err() == nil && !takesOneWrite(int(x.stdout.Fd()), superviseTick) {
 			// poll(2) has no channel, hence a look at ctx now and then
 		}
 		x.own.host.hold(held) // first, then the look at ctx: a signal between the two is seen
-		if err = cmp.Or(context.Cause(ctx), ended()); err == nil {
+		if err = cmp.Or(context.Cause(ctx), lost()); err == nil {
 			err = x.write(last, piece)
 		}
 		if err != nil {
@@ -844,14 +844,18 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 		}
 	}
 	for i := 0; x.format == "text" && err == nil && i < len(released); i++ { // only there a signal counts up to the last of them
-		if err = context.Cause(ctx); err == nil {
-			err = cmp.Or(x.say("  service_released %s", jsonObject(released[i][1:]...)), ended())
+		if err = cmp.Or(context.Cause(ctx), lost()); err == nil {
+			err = x.say("  service_released %s", jsonObject(released[i][1:]...))
 		}
 	}
 	x.own.host.hold(err == nil && list != nil)
+	if err == nil && !held { // once more, now that belay ends nothing any more
+		err = lost()
+	}
 	if err == nil {
 		end(orderLetGo, services...)
 	} else {
+		x.own.host.hold(false)
 		for i := range list {
 			list[i].Withdrawn = true
 		}

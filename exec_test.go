@@ -708,22 +708,61 @@ func TestServiceEndsWhileStdoutWaits(t *testing.T) {
 	}
 }
 
-// The same while stderr waits for its reader, which has the receipts of the text
-// format: the service ends behind the answer.
+// The same while stderr, where the text format has its receipts, waits: they died
+// before the first of them was out.
 func TestServiceEndsWhileStderrWaits(t *testing.T) {
 	t.Parallel()
-	r := execRun(t, serve(t, calls("Bash", persist(serviceCommand)), bash("until test -s service.pid; do sleep 0.02; done"), say("done")), "--output-format", "text")
-	in, write := stuck(t)
+	r := execRun(t, serve(t, calls("Bash", persist("echo $$ > 0.pid; exec sleep 600"), persist("echo $$ > 1.pid; exec sleep 600")),
+		bash("until test -s 0.pid -a -s 1.pid; do sleep 0.02; done"), say("done")), "--output-format", "text")
+	stderr, write := stuck(t)
 	r.cmd.Stderr = write
-	out := r.piped()
+	stdout := r.piped()
 	write.Close()
-	io.ReadFull(out, make([]byte, len("done\n")))
-	pid := pidFile(t, r.workspace+"/service.pid")
-	syscall.Kill(pid, syscall.SIGKILL)
-	until(t, "the service has ended", deadline, func() bool { return !alive(pid) })
-	b, _ := io.ReadAll(in)
-	if code := r.wait(); code != 1 {
-		t.Errorf("exit code %d, with %q", code, bytes.TrimLeft(b, "\n"))
+	io.ReadFull(stdout, make([]byte, len("done\n"))) // the receipts are next
+	for _, name := range []string{"0.pid", "1.pid"} {
+		syscall.Kill(pidFile(t, r.workspace+"/"+name), syscall.SIGKILL)
+	}
+	until(t, "the services have ended", deadline, func() bool { return len(inDir(r.workspace)) == 1 }) // but belay
+	b, _ := io.ReadAll(stderr)
+	if code := r.wait(); code != 1 || !bytes.Contains(b, []byte("a service ended before it was let go")) {
+		t.Errorf("exit code %d\n%s", code, bytes.TrimLeft(b, "\n"))
+	}
+	if list, err := receipts(r.home + "/.belay"); err != nil || len(list) > 0 {
+		t.Errorf("recorded: %v %v", list, err)
+	}
+}
+
+// A keeper that dies just before the receipts go out: belay may be in the middle
+// of ending its service, which must not pass for alive. Where belay has not seen
+// it yet the service is let go, and is not stopped.
+func TestKeeperDiesBeforeTheReceipts(t *testing.T) {
+	ofTheBinary(t)
+	for range 5 { // many processes make belay's look at them take long enough
+		many := exec.Command("sh", "-c", "for i in $(seq 600); do sleep 60 & done; wait")
+		many.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+		needNil(t, many.Start())
+		defer many.Wait()
+		defer syscall.Kill(-many.Process.Pid, syscall.SIGKILL)
+		r := execRun(t, serve(t, calls("Bash", persist(serviceCommand)), bash("until test -s service.pid; do sleep 0.02; done"), say("done")), "--output-format", "json")
+		read, write := stuck(t)
+		r.cmd.Stdout = write
+		r.start()
+		write.Close()
+		pid := pidFile(t, r.workspace+"/service.pid")
+		until(t, "the receipt is recorded", deadline, func() bool {
+			b, _ := os.ReadFile(r.home + "/.belay/services/released.jsonl")
+			return len(b) > 0
+		})
+		p, _ := readProc(pid)
+		syscall.Kill(p.ppid, syscall.SIGKILL)
+		<-time.After(5 * time.Millisecond) // until belay looks for what it left
+		io.ReadAll(read)
+		code := r.wait()
+		q, _ := readProc(pid)
+		syscall.Kill(-pid, syscall.SIGKILL)
+		if released := q.start == p.start && q.state == 'S'; released != (code == 0) {
+			t.Errorf("exit code %d, the service is in state %q", code, q.state)
+		}
 	}
 }
 

@@ -182,11 +182,8 @@ func endTree(list func() []proc) string {
 	}
 }
 
-// signalName gives SIGTERM and the like.
-func signalName(sig syscall.Signal) string {
-	// A table of x/sys, no system call.
-	return cmp.Or(unix.SignalName(sig), fmt.Sprint("signal ", int(sig)))
-}
+// signalName gives SIGTERM and the like, from a table of x/sys: no system call.
+func signalName(sig syscall.Signal) string { return cmp.Or(unix.SignalName(sig), sig.String()) }
 
 // jobSpec travels to the keeper over fd 3 as JSON: never in argv, which every
 // user may read. It is one line; after it each order is one byte.
@@ -773,8 +770,9 @@ type job struct {
 	began            time.Time
 	said             chan int      // who the command is, as the keeper says it; closed when no more can come
 	gone             chan struct{} // closed when nothing below the keeper is left and the output is whole
-	// over: gone is closed; stuck: the keeper cannot be killed, so what is below it is nobody's
-	over, cancelled, stuck atomic.Bool
+	// over: gone is closed; stuck: the keeper cannot be killed, so what is below it is nobody's; waited: the keeper is
+	// dead, so if it left anything belay ends that now
+	over, cancelled, stuck, waited atomic.Bool
 
 	pid int // of the command, set before start returns
 	// owned by follow until gone is closed
@@ -944,6 +942,7 @@ func (j *job) follow(h *host, spec jobSpec) {
 	j.cmd.Process.Kill() // it has said its last word, is dead, or says nonsense
 	j.cmd.Wait()         // for eofWait longer than the keeper lives, if the output has no end
 	h.waited(j.cmd.Process.Pid)
+	j.waited.Store(true)
 	if j.last.Kind == "" {
 		j.last = note{Text: "the keeper was killed", Left: endTree(h.orphans)}
 	}
