@@ -801,6 +801,7 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 	if left := leftOver(x.own.endAll(orderEnd, func(j *job) bool { return !j.pending() })); left != "" {
 		return errors.New("the answer is complete, but processes" + left)
 	}
+	x.own.close() // it may take long, and a second signal would then end a run that has let go with another code than 0
 	services, list, released := x.own.list((*job).pending), []receipt(nil), [][]any(nil)
 	slices.SortFunc(services, func(a, b *job) int { return strings.Compare(a.id, b.id) })
 	if len(services) > 0 {

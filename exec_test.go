@@ -766,6 +766,23 @@ func TestKeeperDiesBeforeTheReceipts(t *testing.T) {
 	}
 }
 
+// To remove a large scratch directory takes time. Signals in it must not end a run
+// that has released its services with another code than 0, so it goes first.
+func TestScratchGoesBeforeTheReceipts(t *testing.T) {
+	t.Parallel()
+	r := execRun(t, serve(t, calls("Bash", persist(serviceCommand)), bash("echo $TMPDIR > scratch; until test -s service.pid; do sleep 0.02; done; cd $TMPDIR; seq 20000 | xargs touch"), say("done")))
+	for line := range lines(r.piped()) {
+		b, _ := os.ReadFile(r.workspace + "/scratch")
+		if _, err := os.Stat(strings.TrimSpace(string(b))); strings.Contains(line, `"service_released"`) && (err == nil || len(b) == 0) {
+			t.Errorf("scratch %s is there beside the receipt", b)
+		}
+	}
+	stopService(t, pidFile(t, r.workspace+"/service.pid"))
+	if code := r.wait(); code != 0 {
+		t.Errorf("exit code %d", code)
+	}
+}
+
 // The text format has its receipts on stderr. Where that does not take them, no
 // service stays, and a second signal meanwhile does not leave some of them.
 func TestStderrThatTakesNoReceipt(t *testing.T) {
