@@ -1068,6 +1068,47 @@ func TestReusedPidIsRefused(t *testing.T) {
 	}
 }
 
+// Processes are known by number and start. Those that began with the machine, or
+// where the clock of a time namespace does, have the start 0, and none of them is
+// the service's.
+func TestStopLeavesStartZeroAlone(t *testing.T) {
+	if exec.Command("unshare", "--time", "--boottime", "-1", "true").Run() != nil {
+		t.Skip("it needs root and time namespaces")
+	}
+	t.Parallel()
+	sleeper := func() (p proc) {
+		c := exec.Command("sleep", "60")
+		c.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+		needNil(t, c.Start())
+		go c.Wait()
+		t.Cleanup(func() { c.Process.Kill() })
+		p, _ = readProc(c.Process.Pid)
+		return p
+	}
+	var zero proc
+	until(t, "a process begins with a second", deadline, func() bool {
+		var now unix.Timespec
+		needNil(t, unix.ClockGettime(unix.CLOCK_BOOTTIME, &now))
+		<-time.After(time.Duration(1_000_000_000 - now.Nsec))
+		zero = sleeper()
+		return zero.start%100 == 0
+	})
+	until(t, "the next tick", deadline, func() bool { p := sleeper(); return p.start > zero.start })
+	service, home := sleeper(), t.TempDir()
+	boot, ns := place()
+	needNil(t, os.MkdirAll(home+"/services", 0o700))
+	rec := receipt{TaskID: "shell_00000001", PID: service.pid, PGID: service.pid, StartTime: service.start - zero.start, BootID: boot, PIDNS: ns}
+	needNil(t, os.WriteFile(home+"/services/released.jsonl", append(jsonOf(rec), '\n'), 0o600))
+	r := prepare(t, nil, "--home", home, "services", "stop", rec.TaskID)
+	r.inNamespace(`exec "$@"`, "--time", "--boottime", fmt.Sprintf("-%d", zero.start/100), "--fork").finish(0)
+	if p, ok := readProc(service.pid); ok && p.start == service.start && !p.dead() {
+		t.Error("the service lives")
+	}
+	if p, ok := readProc(zero.pid); !ok || p.start != zero.start || p.dead() {
+		t.Error("a process that is not the service's was ended")
+	}
+}
+
 // As PID 1 of a PID namespace a service cannot outlive belay.
 func TestPid1RefusesPersistReapsAndEndsOnTerm(t *testing.T) {
 	if os.Getuid() != 0 {

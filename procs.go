@@ -1169,17 +1169,17 @@ func (r receipt) ended() bool { p, _ := readProc(r.PID); return p.start != r.Sta
 // stop ends the service's session and everything below it: TERM, stopGrace,
 // KILL. What was seen once is ended even if it leaves the session meanwhile.
 func (r receipt) stop() (left string) {
-	seen := map[int]uint64{r.PID: r.StartTime}
+	seen := map[[2]int]bool{{r.PID, int(r.StartTime)}: true} // pid and start of each: in a fresh VM a start may be 0
 	list := func() (out []proc) {
 		all := processes()
 		for _, p := range all {
-			if p.sid == r.PID || seen[p.pid] == p.start {
+			if p.sid == r.PID || seen[[2]int{p.pid, int(p.start)}] {
 				for _, q := range append(below(all, p.pid, nil), p) {
-					seen[q.pid] = q.start
+					seen[[2]int{q.pid, int(q.start)}] = true
 				}
 			}
 		}
-		return slices.DeleteFunc(all, func(p proc) bool { return p.dead() || seen[p.pid] != p.start })
+		return slices.DeleteFunc(all, func(p proc) bool { return p.dead() || !seen[[2]int{p.pid, int(p.start)}] })
 	}
 	signalAll(list(), unix.SIGTERM, unix.SIGCONT)
 	for end := time.Now().Add(stopGrace); len(list()) > 0 && time.Now().Before(end); {
