@@ -1109,6 +1109,30 @@ func TestStopLeavesStartZeroAlone(t *testing.T) {
 	}
 }
 
+// While a service that ignores TERM is being stopped, the number of its leader,
+// which did not, may be given to the leader of somebody else's session.
+func TestStopWhileTheNumberIsGivenAnew(t *testing.T) {
+	ofTheBinary(t)
+	t.Parallel()
+	home, dir := t.TempDir(), t.TempDir()
+	boot, _ := place()
+	rec := receipt{TaskID: "shell_00000001", BootID: boot, PIDNS: "NS", Command: "c"}
+	line := strings.NewReplacer(`"pid":0`, `"pid":'$pid'`, `"start_time":0`, `"start_time":'$start'`, "NS", `'$(readlink /proc/self/ns/pid)'`).Replace(string(jsonOf(rec)))
+	r := prepare(t, nil, "--home", home, "services", "stop", rec.TaskID)
+	r.inNamespace(`cd `+dir+`; mkdir `+home+`/services
+setsid sh -c 'echo $$ > pid; setsid sh -c "trap \"\" TERM; echo > ready; sleep 60; sleep 60" & sleep 60 & wait' > /dev/null 2>&1 &
+until test -s pid && test -e ready; do sleep 0.02; done
+pid=$(cat pid); start=$(cut -d ' ' -f 22 /proc/$pid/stat)
+echo '`+line+`' > `+home+`/services/released.jsonl
+{ while test -d /proc/$pid && ! grep -q ') Z' /proc/$pid/stat; do sleep 0.02; done
+  for i in 1 2 3 4 5 6 7 8 9; do test -d /proc/$pid/task && break; echo $((pid-1)) > /proc/sys/kernel/ns_last_pid; setsid sleep 600 & done
+  test $! = $pid && echo anew; } > anew 2>&1 &
+"$@"; code=$?; cat anew; test -d /proc/$pid && echo lives; exit $code`, "--pid", "--fork", "--mount-proc").start()
+	if code, text := r.wait(), r.out.String()+r.err.String(); code != 0 || !strings.HasSuffix(text, "anew\nlives\n") {
+		t.Errorf("exit code %d: %s", code, text)
+	}
+}
+
 // As PID 1 of a PID namespace a service cannot outlive belay.
 func TestPid1RefusesPersistReapsAndEndsOnTerm(t *testing.T) {
 	if os.Getuid() != 0 {

@@ -1173,7 +1173,8 @@ func (r receipt) stop() (left string) {
 	list := func() (out []proc) {
 		all := processes()
 		for _, p := range all {
-			if p.sid == r.PID || seen[[2]int{p.pid, int(p.start)}] {
+			leader, there := readProc(p.sid) // of a session that has the number anew it is another one
+			if p.sid == r.PID && (!there || leader.start == r.StartTime) || seen[[2]int{p.pid, int(p.start)}] {
 				for _, q := range append(below(all, p.pid, nil), p) {
 					seen[[2]int{q.pid, int(q.start)}] = true
 				}
