@@ -127,10 +127,12 @@ func children() (all []proc) {
 }
 
 // below gives the living descendants of root in all, without those that skip,
-// if there is one, names and what is below them.
+// if there is one, names and what is below them. A look is not of one moment: when
+// our parent dies in it, and its number is given anew below us, we seem to be our
+// own descendant.
 func below(all []proc, root int, skip func(proc) bool) (out []proc) {
 	for _, p := range all {
-		if p.ppid == root && (skip == nil || !skip(p)) {
+		if p.ppid == root && p.pid != os.Getpid() && (skip == nil || !skip(p)) {
 			if !p.dead() {
 				out = append(out, p)
 			}

@@ -179,6 +179,20 @@ func TestBelowSkipsWholeSubtrees(t *testing.T) {
 	}
 }
 
+// Our parent was read as alive, and what has its number by the end of the look is
+// our own descendant: a ring, as in a namespace with few numbers.
+func TestBelowARing(t *testing.T) {
+	self := os.Getpid()
+	all := []proc{{pid: self, ppid: self + 1}, {pid: self + 1, ppid: self + 2}, {pid: self + 2, ppid: self}}
+	var got []int
+	for _, p := range below(all, self, nil) {
+		got = append(got, p.pid)
+	}
+	if !slices.Equal(got, []int{self + 2, self + 1}) {
+		t.Errorf("%v", got)
+	}
+}
+
 func TestGitCommon(t *testing.T) {
 	dir := realPath(t.TempDir())
 	repo, tree := filepath.Join(dir, "repo"), filepath.Join(dir, "tree")
