@@ -14,6 +14,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"slices"
 	"strconv"
@@ -725,12 +726,12 @@ func TestTwoSignalsAreOneTeardown(t *testing.T) {
 // A child that belay had before its first line is the caller's.
 func TestEarlierChildIsNotTouched(t *testing.T) {
 	t.Parallel()
-	p := serve(t, bash("setsid -f sleep 300; kill -9 $PPID"), say("done"))
+	p := serve(t, bash("until test -s late; do sleep 0.05; done; sleep 0.2; kill -9 $PPID"), bash("setsid -f sleep 300; kill -9 $PPID"), say("done"))
 	r := execRun(t, p)
-	r.cmd.Args = append([]string{"sh", "-c", `sleep 300 & echo $! > earlier; sh -c 'sleep 300 & echo $! > orphan'; exec "$0" "$@"`, r.cmd.Path}, r.cmd.Args[1:]...)
+	r.cmd.Args = append([]string{"sh", "-c", `sleep 300 & echo $! > earlier; setsid sh -c 'sleep 0.5; sleep 300 & echo $! > late' & sh -c 'sleep 300 & echo $! > orphan'; exec "$0" "$@"`, r.cmd.Path}, r.cmd.Args[1:]...)
 	r.cmd.Path = "/bin/sh"
 	r.finish(0)
-	for _, name := range []string{"earlier", "orphan"} {
+	for _, name := range []string{"earlier", "orphan", "late"} {
 		pid := pidFile(t, filepath.Join(r.workspace, name))
 		if !alive(pid) {
 			t.Errorf("%s child %d was ended", name, pid)
@@ -739,22 +740,29 @@ func TestEarlierChildIsNotTouched(t *testing.T) {
 	}
 }
 
-// A descriptor that the caller left open, here a lock, is not the service's.
-// The number of an earlier child that has ended may be given again, to a process
-// of a command: that one is no earlier child.
+// The number of an earlier process that has ended, child or below one, may be given
+// again, to a process of a command or its session: those are not the earlier one's.
 func TestNumberOfAnEarlierChild(t *testing.T) {
 	t.Parallel()
-	again := "x=$(cat earlier); for i in 1 2 3 4 5 6 7 8 9; do echo $((x-1)) > /proc/sys/kernel/ns_last_pid; sh -c 'test $$ = '$x' && exec setsid sleep 600' > /dev/null 2>&1 & " +
-		"test $! = $x && break; done; echo got $!, want $x; sleep 0.2; kill -KILL $PPID; sleep 600"
-	r := execRun(t, serve(t, bash("sleep 0.5; kill -KILL $PPID; sleep 600"), bash(again), say("done")))
-	inner := `setsid sleep 0.2 & echo $! > earlier; exec "$@"`
-	r.inNamespace(`sh -c '`+inner+`' sh "$@"; code=$?; test -d /proc/$(cat earlier) && echo left; exit $code`, "--pid", "--fork", "--mount-proc").start()
-	code := r.wait()
-	if text := r.out.String(); code != 0 || strings.HasSuffix(text, "left\n") {
-		t.Errorf("exit code %d: %s", code, text)
+	for earlier, inner := range map[string]string{"child": `setsid sleep 0.2 & echo $! > earlier; `, "below a child": `(setsid sleep 0.2 & echo $! > earlier; wait; exec tail -f /dev/null) & `} {
+		for again, command := range map[string]string{"process": "sleep 600", "session without its leader": `sh -c "sleep 600 & exit"`} {
+			t.Run(earlier+"/"+again, func(t *testing.T) {
+				t.Parallel()
+				take := "x=$(cat earlier); for i in 1 2 3 4 5 6 7 8 9; do echo $((x-1)) > /proc/sys/kernel/ns_last_pid; sh -c 'test $$ = '$x' && exec setsid " + command + "' > /dev/null 2>&1 & " +
+					"test $! = $x && break; done; echo got $!, want $x; sleep 0.2; kill -KILL $PPID; sleep 600"
+				r := execRun(t, serve(t, bash("sleep 0.5; kill -KILL $PPID; sleep 600"), bash(take), say("done")))
+				r.inNamespace(`sh -c '`+inner+`exec "$@"' sh "$@"; code=$?; grep -qsx sleep /proc/[0-9]*/comm && echo left; exit $code`, "--pid", "--fork", "--mount-proc").start()
+				code := r.wait()
+				got := regexp.MustCompile(`got (\d+), want (\d+)`).FindStringSubmatch(r.out.String())
+				if code != 0 || strings.HasSuffix(r.out.String(), "left\n") || got == nil || (got[1] == got[2]) == (earlier == "child") {
+					t.Errorf("exit code %d: %s", code, r.out.String())
+				}
+			})
+		}
 	}
 }
 
+// A descriptor that the caller left open, here a lock, is not the service's.
 func TestInheritedDescriptorIsNotHeldByService(t *testing.T) {
 	t.Parallel()
 	r := execRun(t, serve(t, calls("Bash", persist(serviceCommand)), say("up")))

@@ -711,12 +711,14 @@ func (h *host) orphans() (left []proc) {
 		return map[bool][]proc{false: {{state: '?'}}}[h.held]
 	}
 	skip := func(p proc) bool {
-		if p.ppid == h.pid && h.keepers[p.pid] == nil {
+		// While an earlier child is a zombie, neither its number nor that of its session is given again.
+		earlier := h.foreign[p.pid] && p.start <= h.newest
+		if p.ppid == h.pid && h.keepers[p.pid] == nil && !earlier {
 			// wait4(2), not blocking: 0 while it lives, ECHILD when it was not ours after all.
 			unix.Wait4(p.pid, nil, unix.WNOHANG, nil)
 		}
-		leader, _ := readProc(p.sid)
-		return p.ppid == h.pid && (h.keepers[p.pid] != nil && !h.keepers[p.pid].stuck.Load() || h.foreign[p.pid] && p.start <= h.newest || h.sessions[p.sid] && leader.start <= h.newest)
+		// A session is still an earlier one while somebody is in it who was there at the start; its leader may have gone.
+		return p.ppid == h.pid && (h.keepers[p.pid] != nil && !h.keepers[p.pid].stuck.Load() || earlier || h.sessions[p.sid] && slices.ContainsFunc(all, func(q proc) bool { return q.sid == p.sid && q.start <= h.newest }))
 	}
 	// One that skip reaps here counts all the same: the next look shows who came after it.
 	if left = below(all, h.pid, skip); len(left) == 0 {
