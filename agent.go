@@ -845,8 +845,9 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 		}
 	}
 	for i := 0; x.format == "text" && err == nil && i < len(released); i++ { // only there a signal counts up to the last of them
-		if err = cmp.Or(context.Cause(ctx), lost()); err == nil {
-			err = x.say("  service_released %s", jsonObject(released[i][1:]...))
+		err = cmp.Or(context.Cause(ctx), lost())
+		if err == nil && x.say("  service_released %s", jsonObject(released[i][1:]...)) != nil {
+			err = errors.New("stderr did not take the receipts") // whatever its error: EPIPE is stdout's
 		}
 	}
 	x.own.host.hold(err == nil && list != nil)

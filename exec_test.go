@@ -787,7 +787,7 @@ func TestScratchGoesBeforeTheReceipts(t *testing.T) {
 // service stays, and a second signal meanwhile does not leave some of them.
 func TestStderrThatTakesNoReceipt(t *testing.T) {
 	t.Parallel()
-	for _, kind := range []string{"full", "stuck", "stuck, two signals"} {
+	for _, kind := range []string{"full", "left by its reader", "stuck", "stuck, two signals"} {
 		t.Run(kind, func(t *testing.T) {
 			t.Parallel()
 			var services []map[string]any
@@ -795,11 +795,13 @@ func TestStderrThatTakesNoReceipt(t *testing.T) {
 				services = append(services, persist(fmt.Sprintf("echo $$ > %d.pid; exec sleep 600", i)))
 			}
 			r := execRun(t, serve(t, calls("Bash", services...), bash("until test -s 0.pid -a -s 1.pid -a -s 2.pid -a -s 3.pid; do sleep 0.02; done"), say("done")), "--output-format", "text")
-			_, write := stuck(t)
+			taken, write := stuck(t)
 			if kind == "full" {
 				var err error
 				write, err = os.OpenFile("/dev/full", os.O_WRONLY, 0)
 				needNil(t, err)
+			} else if kind == "left by its reader" {
+				taken.Close()
 			}
 			r.cmd.Stderr = write
 			read := r.piped()
