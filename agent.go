@@ -546,7 +546,7 @@ func (a *agent) start(ctx context.Context, args *arguments, timeout time.Duratio
 	}
 	var log *os.File // never nil for a service: without the null device nothing can be started
 	if args.Persist {
-		if log, err = a.jobs.serviceLog(); err != nil && len(a.jobs.list((*job).pending)) == 0 { // once is enough
+		if log, err = a.jobs.serviceLog(); err != nil && !slices.ContainsFunc(a.jobs.all, func(j *job) bool { return j.log == os.DevNull }) { // once is enough
 			a.emit("notice", "message", fmt.Sprintf("the service's output goes to %s and no record is kept: %v", os.DevNull, err))
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"runtime"
 	"slices"
 	"strconv"
@@ -79,6 +80,26 @@ func scratchResult(t *testing.T, r *belayRun) {
 	out := r.one("tool_result")["output"].(string)
 	if !strings.Contains(out, "the end\n(the output") || !strings.HasSuffix(out, "so the rest is lost)\nexit code 0") {
 		t.Errorf("result ends %q", out[max(0, len(out)-300):])
+	}
+}
+
+// A home that cannot be written any more is told with the first service whose output
+// goes nowhere, although an earlier one has its log, and once.
+func TestHomeThatCannotBeWrittenAnyMore(t *testing.T) {
+	t.Parallel()
+	spoil := bash("mv $HOME/.belay/services $HOME/.belay/old && touch $HOME/.belay/services")
+	two := calls("Bash", persist("exec sleep 600"), persist("exec sleep 600"))
+	r := execRun(t, serve(t, calls("Bash", persist("exec sleep 600")), spoil, two, say("up"))).finish(0)
+	logs, told := "", ""
+	for _, e := range r.events("service_released") {
+		stopService(t, int(e["pid"].(float64)))
+		logs += filepath.Base(e["log"].(string)) + "\n"
+	}
+	for _, e := range r.events("notice") {
+		told += e["message"].(string) + "\n"
+	}
+	if strings.Count(logs, "null\n") != 2 || strings.Count(logs, ".log\n") != 1 || strings.Count(told, "the service's output goes to /dev/null") != 1 {
+		t.Errorf("logs %q, notices %q", logs, told)
 	}
 }
 
