@@ -560,7 +560,7 @@ func (b *builder) event(data []byte, r *eventReader) error {
 	case len(rest) > 0 && !r.tail:
 		return &apiError{category: "malformed", message: "an event is not valid JSON", retryable: true}
 	}
-	b.seen = true
+	b.seen, b.whole = true, b.whole && !r.bare // several messages, or a part of one, are no body that ends by itself
 	return nil
 }
 
