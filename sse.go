@@ -598,8 +598,8 @@ func (b *builder) choice(o object, place int) bool {
 	if n := strings.TrimSuffix(word(o.get("index")), ".0"); n != "" && n != "0" || n == "" && place > 0 {
 		return false
 	}
-	b.seen = true
-	b.hear(&b.said, "content", text(o.get("text"))) // the shape of plain completions
+	b.seen, b.whole = true, b.whole && !present(o.get("delta")) // deltas repeat nothing, whatever came before
+	b.hear(&b.said, "content", text(o.get("text")))             // the shape of plain completions
 	b.delta(parse(o.get("delta")))
 	if m := parse(o.get("message")); m != nil && (b.whole || b.said.Len()+b.thought.Len()+len(b.parts) == 0) { // else it repeats the deltas
 		b.delta(m)

@@ -547,6 +547,7 @@ func TestAnswersOfEveryKind(t *testing.T) {
 		{"messages without a stream", `{"choices":[{"message":{"content":"one "}}]}` + "\n" + `{"choices":[{"message":{"content":"two"}}]}` + "\n", `text="one two" error=truncated retry=true "the answer broke off without a finish reason: EOF"`},
 		{"messages without a stream, cut", `{"choices":[{"message":{"content":"one "}}]}` + "\n" + `{"choices":[{"mess`, `text="one " error=truncated retry=true "the answer broke off without a finish reason: EOF"`},
 		{"messages without a stream, with a reason", `{"choices":[{"message":{"content":"one "}}]}` + "\n" + `{"choices":[{"message":{"content":"two"},"finish_reason":"stop"}]}`, `text="one two" finish=stop`},
+		{"deltas after a message", messageEvent("", "null") + sseChunk(`{"content":"a"}`) + sseChunk(`{"content":"ab"}`) + sseChunk(`{}`, "stop"), `text="aab" finish=stop`},
 		{"error after a message", messageEvent("one", "null") + `data: {"error":{"message":"boom"}}` + "\n\n", `text="one" error=stream_error retry=true "the answer holds an error: boom"`},
 		{"output limit after a message", messageEvent("one", "null") + sseChunk(`{}`, "length") + done, `text="one" finish=length`},
 		{"usage after a message", messageEvent("one", `"stop"`) + `data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2}}` + "\n\n" + done, `text="one" finish=stop usage=5/2/<nil>/<nil>`},
