@@ -323,7 +323,7 @@ func (l *loader) put(key string, v any, origin, where string) {
 		}
 	}
 	find := func(form string) string { return strings.Join(regexp.MustCompile(form).FindAllString(keys, -1), "") }
-	table, name, _ := strings.Cut(regexp.QuoteMeta(key), `\.`)
+	table, name, _ := strings.Cut(regexp.QuoteMeta(strings.ToValidUTF8(key, "\uFFFD")), `\.`)
 	near := find(" " + table + `\.\S+`)
 	l.demand(v == nil && near != "", "%s: found an unknown name, allowed%s", where, cmp.Or(near, find(` \S+\.`+cmp.Or(name, table, "-")+`\b`), " the keys of infer slots expect limits exec paths, which "+l.program+" config lists"))
 }

@@ -732,6 +732,7 @@ func TestUsageErrorsHelp(t *testing.T) {
 		"exec -C /nonexistent --model=m --base-url=https://h x": `--C: found "/nonexistent", allowed a directory that exists`,
 		"--set max_turns=1 exec x":                              "--set max_turns: found an unknown name, allowed limits.max_turns",
 		"--set nope.nope=1 exec x":                              "allowed the keys of infer slots expect limits exec paths, which belay config lists",
+		"--set \xff.x=1 exec x":                                 "allowed the keys of infer slots expect limits exec paths, which belay config lists",
 		"--set =1 exec x":                                       "allowed the keys of infer slots expect limits exec paths, which belay config lists",
 		"exec --model=m --base-url=http://h x":                  "--base-url: found plain http to h, allowed https",
 		"exec --model=m --base-url=https://h --set infer.api_key_file=" + keyFile + "/x x": "not a directory",
