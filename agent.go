@@ -210,8 +210,8 @@ func (p *printer) print(ctx context.Context, kind string, pairs ...any) {
 	case kind == "tool_result":
 		p.tools = append(p.tools, jsonObject(pairs...))
 		said, code := get("output"), get("exit_code")
-		if code != "" { // it stands at the end of the output, and a line is cut there
-			said = "exit code " + code + ": " + strings.Replace(said, "\nexit code "+code, "", 1)
+		if code != "" { // it stands behind the output, and a line is cut before that
+			said = "exit code " + code + ": " + regexp.MustCompile(`(?s)^(.*)\nexit code `+code).ReplaceAllString(said, "$1")
 		}
 		p.show("%s in %s ms: %s%s", get("status"), get("duration_ms"), *p.running.Swap(nil), keep("\n"+oneLine(said), get("status") == "error"))
 	case kind == "notice", kind == "retry" && p.format == "text": // json has no place for a notice

@@ -1098,8 +1098,8 @@ func TestTextFormat(t *testing.T) {
 	stopService(t, pid)
 
 	// What a log has to say of a command that failed, however long its output, and of a wait.
-	r = execRun(t, serve(t, bash("seq 100; exit 3"), bash("exit 7"), status(503, "busy"), calls("Read", args{"path": "nope"}), say("x")), "--output-format", "text", "--set", "limits.retry_backoff_ms=[5]").finish(0)
-	for _, want := range []string{`(?m)^  error in \d+ ms: Bash .*\n  \| exit code 3: 1 2 3 `, `(?m)^  \| exit code 7: \(no output\)$`, `(?m)^  retry: POST .* 503 Service Unavailable: busy; again in 5 ms$`, `(?m)^  error in \d+ ms: Read .*\n  \| open /`} {
+	r = execRun(t, serve(t, bash("seq 100; exit 3"), bash("exit 7"), bash("echo a; echo exit code 4 it was; exit 4"), status(503, "busy"), calls("Read", args{"path": "nope"}), say("x")), "--output-format", "text", "--set", "limits.retry_backoff_ms=[5]").finish(0)
+	for _, want := range []string{`(?m)^  error in \d+ ms: Bash .*\n  \| exit code 3: 1 2 3 `, `(?m)^  \| exit code 7: \(no output\)$`, `(?m)^  \| exit code 4: a exit code 4 it was$`, `(?m)^  retry: POST .* 503 Service Unavailable: busy; again in 5 ms$`, `(?m)^  error in \d+ ms: Read .*\n  \| open /`} {
 		if !regexp.MustCompile(want).MatchString(r.err.String()) {
 			t.Errorf("stderr %q lacks %s", r.err.String(), want)
 		}
