@@ -79,7 +79,7 @@ Flags of exec:
   --record FILE              append the provider's responses to FILE
   --replay FILE              answer from such a file, without network
 
-Only PROMPT - reads stdin; flags behind its first word are text. --json: most.
+Most commands take --json. Only PROMPT - reads stdin; flags stand before PROMPT.
 `
 
 //go:embed demo.jsonl
