@@ -731,6 +731,7 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 			return e.ID, bad
 		}
 		d.startLocked(t, p, r)
+		r.From = 1 // which is a field of attach
 		fallthrough
 	case "attach":
 		p.open[e.ID] = t
@@ -812,8 +813,7 @@ func (d *daemon) lastTurn(session string) any {
 		return newWireError(errorCode(cmp.Or(j.stop, string(codeNoSuchSession))), "the last turn of the session failed, or it has none")
 	}
 	var last json.RawMessage
-	if n := len(j.messages); n > 0 {
-		last = j.messages[n-1]
+	for _, last = range j.messages { // which may be none
 	}
 	return &wireReply{Type: "result", Session: session, Turn: j.turn, Stop: j.stop, Text: str(parse(last).get("content"))}
 }
