@@ -114,23 +114,21 @@ func listSessions(root *os.Root) ([]sessionInfo, error) {
 
 // openSession locks a session, reads its journal and repairs what a crash left.
 // With resume it must exist, else errNoSession, and nothing was written. Without,
-// it must not, else errExists; it is made, and exists from then on even if its
-// first record found no room: that is written by whoever opens it next. model and
-// workspace are for that record. Further errors: errBadSessionID before any file
-// is touched, errHeld while a turn of it runs, errDamaged; storageFull tells of the rest.
+// it must have no turn yet, else errExists: it is made, or what was made when no
+// room was found for its first turn is taken again. model and workspace are for its
+// first record. Further errors: errBadSessionID before any file is touched, errHeld
+// while a turn of it runs, errDamaged; storageFull tells of the rest.
 func openSession(root *os.Root, id string, resume bool, model, workspace string) (*journal, error) {
 	if !validSessionID(id) {
 		return nil, errBadSessionID
 	}
 	// O_APPEND: a write goes to the end even if the cut after a failed one did not work.
-	// O_EXCL decides between two that make the same session, and makes no link's target.
-	j, flags, err := &journal{root: root, id: id}, os.O_RDWR|os.O_APPEND, error(nil)
-	if !resume {
-		flags |= os.O_CREATE | os.O_EXCL
-		err = root.MkdirAll(id, dirMode)
-	}
-	if err == nil {
-		j.file, err = root.OpenFile(filepath.Join(id, journalName), flags, fileMode)
+	j, name, err := &journal{root: root, id: id}, filepath.Join(id, journalName), error(nil)
+	if j.file, err = root.OpenFile(name, os.O_RDWR|os.O_APPEND, 0); !resume && errors.Is(err, errNoSession) {
+		// O_EXCL decides between two that make the same session, and makes no link's target.
+		if err = root.MkdirAll(id, dirMode); err == nil {
+			j.file, err = root.OpenFile(name, os.O_RDWR|os.O_APPEND|os.O_CREATE|os.O_EXCL, fileMode)
+		}
 	}
 	// The lock comes before the first look: what is read and repaired is nobody else's.
 	if err == nil {
@@ -138,10 +136,12 @@ func openSession(root *os.Root, id string, resume bool, model, workspace string)
 			err = j.read()
 		}
 	}
+	if err == nil && !resume && j.turn > 0 {
+		err = errExists
+	}
 	if err == nil && j.next == 0 {
-		err = j.add(record{Type: recSession, Format: journalFormat, Session: id, Model: model, Workspace: workspace})
-		// Without these a power cut could take the new names with the synced bytes.
-		err = cmp.Or(err, syncDir(root, id), syncDir(root, "."))
+		// Without the synced directories a power cut could take the new names with the synced bytes.
+		err = cmp.Or(j.add(record{Type: recSession, Format: journalFormat, Session: id, Model: model, Workspace: workspace}), syncDir(root, id), syncDir(root, "."))
 	}
 	if err == nil && j.running {
 		err = j.endTurn("interrupted", "the daemon was stopped")

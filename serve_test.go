@@ -1892,6 +1892,14 @@ func TestAFullDiskIsTold(t *testing.T) {
 		t.Error(kinds(got))
 	}
 	w.send(5, wireRequest{Type: "ping"}).want(5, "pong")
+	// "later" is meant: the same request may succeed, although the session has its directory by now.
+	w.send(6, aTurn("large", strings.Repeat("x", 5000), false)).want(6, "errorstorage_full")
+	w.send(7, aTurn("large", strings.Repeat("x", 5000), false)).want(7, "errorstorage_full")
+	f.mu.Lock()
+	f.turn = func(int, map[string]any) any { return say("fine") }
+	f.mu.Unlock()
+	w.send(8, aTurn("large", "z", false)).want(8, "resultend")
+	w.send(9, aTurn("large", "z", false)).want(9, "errorsession_exists")
 }
 
 // An error of the disk is told as what it was, and not as what comes of it.
