@@ -947,23 +947,26 @@ func toolOptions(c *config, run string) jobOptions {
 		dropNames: c.keyNames, keepNames: c.envKeep}
 }
 
-// equip gives a conversation its tools. done ends whatever they left, and says
-// what could not be ended.
-func (b *toolbox) equip(a *agent, run string, say func(string, ...any)) (done func(), err error) {
-	if b.lack != nil {
-		return func() {}, nil
+// equip gives a conversation its tools, if any are offered.
+func (b *toolbox) equip(a *agent, run string) (err error) {
+	if b.lack == nil {
+		a.jobs, err = newJobs(b.host, toolOptions(a.cfg, run))
 	}
-	t, err := newJobs(b.host, toolOptions(a.cfg, run))
-	if err != nil {
-		return nil, err
+	return err
+}
+
+// end ends what the tools of a conversation left, those of all of them where t is
+// nil, and says and gives what cannot be ended. who begins the line.
+func (b *toolbox) end(t *jobs, who string, say func(string, ...any)) (left string) {
+	if b.lack != nil { // nothing was started: what is below us as PID 1 is not ours
+		return ""
 	}
-	a.jobs = t
-	return func() {
-		if left := leftOver(t.endAll(orderEnd, func(*job) bool { return true })); left != "" {
-			say("turn %s%s", run, left)
-		}
-		t.close()
-	}, nil
+	t = cmp.Or(t, &jobs{host: b.host})
+	defer t.close()
+	if left = leftOver(t.endAll(orderEnd, func(*job) bool { return true })); left != "" {
+		say("%s%s", who, left)
+	}
+	return left
 }
 
 // reap takes in, as PID 1 of a container, what has died and is nobody's.

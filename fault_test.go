@@ -356,6 +356,32 @@ func TestKeeperThatIsFrozen(t *testing.T) {
 	until(t, "no process of the run is left", leftWait, func() bool { return len(inDir(r.workspace)) == 0 && !r.keepers() })
 }
 
+// Nor is the turn of a daemon a success then, or the end of the daemon.
+func TestKeeperThatIsFrozenUnderServe(t *testing.T) {
+	ofTheBinary(t)
+	t.Parallel()
+	dir := "/sys/fs/cgroup/freezer/belay-test-" + randomHex()
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		t.Skipf("it needs root and the freezer of cgroup version 1: %v", err)
+	}
+	t.Cleanup(func() { until(t, "the cgroup is empty", leftWait, func() bool { return os.Remove(dir) == nil }) })
+	f := newFakeLlama(t)
+	frozen := map[string]any{"command": "echo $PPID > " + dir + "/cgroup.procs; echo FROZEN > " + dir + "/freezer.state; sleep 600", "timeout_ms": 1000}
+	f.turn = func(n int, _ map[string]any) any { return []any{calls("Bash", frozen), say("done"), say("again")}[n] }
+	d := loopd(t, f.home(""), "--workspace", t.TempDir(), "--set", "exec.sandbox=danger-full-access").serving()
+	t.Cleanup(func() { os.WriteFile(dir+"/freezer.state", []byte("THAWED"), 0) }) // its SIGKILL waits for this
+	if m := d.dial().send(1, aTurn("s", "x", false)).want(1, "errorinternal"); !strings.Contains(m.Message, "but processes could not be ended: ") || !strings.Contains(m.Message, "keeper pid") {
+		t.Error(m.Message)
+	}
+	if recs := d.journal("s"); recs[len(recs)-1].Stop != string(codeInternal) {
+		t.Errorf("%+v", recs[len(recs)-1])
+	}
+	d.cmd.Process.Signal(syscall.SIGTERM)
+	if code := d.end(); code != 1 || !strings.Contains(d.err.String(), "loopd: all turns\n  | could not be ended: ") {
+		t.Errorf("code %d:\n%s", code, d.err.String())
+	}
+}
+
 // A keeper that is traced by its own command cannot be killed either, as long as
 // the tracer lives. It does not protect what is below it.
 func TestKeeperThatIsTraced(t *testing.T) {

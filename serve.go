@@ -299,7 +299,7 @@ type daemon struct {
 	store          *os.Root
 	model          *upstream
 	say            func(format string, args ...any)
-	idle           chan struct{}  // closed when the daemon ends and the last turn is over
+	idle           chan string    // what cannot be ended, when the daemon ends and the last turn is over
 	turning, conns sync.WaitGroup // turns; goroutines of connections and listeners
 
 	mu       sync.Mutex
@@ -374,7 +374,7 @@ func runServe(cfg *config, stderr *os.File) (code int, err error) {
 			say("%v; see docs/runbook.md#session-damaged", err)
 		}
 	}
-	d := &daemon{cfg: cfg, say: say, lock: lock, tools: tools, store: store, idle: make(chan struct{}), peers: map[*peer]bool{}}
+	d := &daemon{cfg: cfg, say: say, lock: lock, tools: tools, store: store, idle: make(chan string, 1), peers: map[*peer]bool{}}
 	d.moved.L = &d.mu
 	d.model = newUpstream(cfg, sayTo(stderr, cfg.program+": selftest: "), d.changed)
 	lock.note("checking the server") // not by the word that heads the check's lines
@@ -437,8 +437,10 @@ func (d *daemon) loop(signals <-chan os.Signal) (code int) {
 				return 128 + int(sig.(syscall.Signal))
 			}
 			d.stop(count > 1) // the first is a drain, whatever was asked before: systemd sends it after ExecStop
-		case <-d.idle:
-			d.farewell()
+		case left := <-d.idle:
+			if d.farewell(); left != "" {
+				code = 1
+			}
 			return code
 		}
 	}
@@ -458,7 +460,7 @@ func (d *daemon) stop(now bool) {
 	if first {
 		time.AfterFunc(d.cfg.drain, func() { d.stop(true) })
 		// owner: daemon; ends when the last turn does; joined by idle
-		go func() { d.lock.note("draining"); d.turning.Wait(); close(d.idle) }()
+		go func() { d.lock.note("draining"); d.turning.Wait(); d.idle <- d.tools.end(nil, "all turns", d.say) }()
 	}
 }
 
@@ -933,11 +935,15 @@ func (d *daemon) converse(ctx context.Context, t *turn, j *journal, a *agent) (a
 		return "", err
 	}
 	// Background commands end with the turn: nobody is there to look after them between turns.
-	done, err := d.tools.equip(a, fmt.Sprintf("%s.%d", t.session, t.number), d.say)
-	if err != nil {
+	run := fmt.Sprintf("%s.%d", t.session, t.number)
+	if err = d.tools.equip(a, run); err != nil {
 		return "", err
 	}
-	defer done()
+	defer func() {
+		if left := d.tools.end(a.jobs, "turn "+run, d.say); err == nil && left != "" {
+			err = newWireError(codeInternal, "the answer is complete, but processes "+strings.TrimSpace(left))
+		}
+	}()
 	a.emit = func(kind string, pairs ...any) {
 		d.mu.Lock()
 		defer d.mu.Unlock()
