@@ -1000,9 +1000,6 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err er
 			p.say("%s: session %s", cfg.program, r.Session)
 		}
 	}
-	if err = send(1, r); err != nil {
-		return 1, err
-	}
 	// owner: runClient; ends when a signal has come, or with the process; joined by neither, since it holds nothing
 	go func() {
 		sig := <-signals
@@ -1011,6 +1008,9 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err er
 		p.say("%s: cancelling; once more to leave the turn alone", cfg.program)
 		_ = send(2, &wireRequest{Type: "cancel", Session: r.Session}) // which fits into a frame
 	}()
+	if err = send(1, r); err != nil { // only now: a daemon that stands still may not take it
+		return 1, err
+	}
 	for {
 		e, err := readFrame(sock, clientFrame, func() {})
 		// A bye in place of an answer: the request came when the daemon took none any more.

@@ -1663,6 +1663,11 @@ func TestClientCommands(t *testing.T) {
 	until(t, "the turn runs", deadline, func() bool { return f.count("turn") == 5 })
 	d.cmd.Process.Signal(syscall.SIGSTOP)
 	signalToTheEnd(t, "the second signal leaves", r.cmd.Process, syscall.SIGINT, r.waited)
+	large, said := d.client("turn", "-"), &lockedBuffer{} // more than the socket takes
+	large.cmd.Stdin, large.cmd.Stderr = strings.NewReader(strings.Repeat("x", contentMax)), said
+	large.start()
+	until(t, "it has begun", deadline, func() bool { return strings.Contains(said.String(), ": session s-") })
+	signalToTheEnd(t, "the second signal leaves while the request is written, too", large.cmd.Process, syscall.SIGINT, large.waited)
 	d.cmd.Process.Signal(syscall.SIGCONT)
 	if r.wait(); r.cmd.ProcessState.Sys().(syscall.WaitStatus).Signal() != syscall.SIGINT { // 130 in a shell
 		t.Errorf("%v", r.cmd.ProcessState)
