@@ -980,7 +980,8 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err er
 	p, out, path := &printer{stderr: stderr}, bufio.NewWriter(stdout), socketPath(cfg.home)
 	sock, err := net.Dial("unix", path)
 	if err != nil {
-		return 1, fmt.Errorf("no daemon answers at %s: %s; start one with: %s --home %s serve --config FILE; see docs/runbook.md#no-daemon", path, errnoText(err), cfg.program, cfg.home)
+		long := keep(fmt.Sprintf(": the path has %d bytes, the limit is %d", len(path), socketPathMax), len(path) > socketPathMax)
+		return 1, fmt.Errorf("no daemon answers at %s: %s%s; start one with: %s --home %s serve --config FILE; see docs/runbook.md#no-daemon", path, errnoText(err), long, cfg.program, cfg.home)
 	}
 	defer sock.Close()
 	send := func(id int64, r *wireRequest) error { // what cannot be written ends in a closed connection, too

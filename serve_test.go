@@ -1679,7 +1679,11 @@ func TestClientCommands(t *testing.T) {
 	if code := d.end(); code != 0 {
 		t.Errorf("code %d", code)
 	}
-	if r = d.client("status").finish(1); !strings.Contains(r.err.String(), "no daemon answers at "+d.socket()) || !strings.Contains(r.err.String(), "serve --config") {
+	if r = d.client("status").finish(1); !strings.Contains(r.err.String(), "no daemon answers at "+d.socket()+": No such file or directory (os error 2); start one") || !strings.Contains(r.err.String(), "serve --config") {
+		t.Error(r.err.String())
+	}
+	d.home += "/" + strings.Repeat("x", 100)
+	if r = d.client("status").finish(1); !strings.Contains(r.err.String(), fmt.Sprintf("(os error 22): the path has %d bytes, the limit is 107; ", len(d.socket()))) {
 		t.Error(r.err.String())
 	}
 }
