@@ -744,6 +744,9 @@ func TestEarlierChildIsNotTouched(t *testing.T) {
 // again, to a process of a command or its session: those are not the earlier one's.
 func TestNumberOfAnEarlierChild(t *testing.T) {
 	t.Parallel()
+	if _, err := os.Stat("/proc/sys/kernel/ns_last_pid"); err != nil {
+		t.Skipf("no kernel that lets us choose the next number: %v", err)
+	}
 	for earlier, inner := range map[string]string{"child": `setsid sleep 0.2 & echo $! > earlier; `, "below a child": `(setsid sleep 0.2 & echo $! > earlier; wait; exec tail -f /dev/null) & `} {
 		for again, command := range map[string]string{"process": "sleep 600", "session without its leader": `sh -c "sleep 600 & exit"`} {
 			t.Run(earlier+"/"+again, func(t *testing.T) {
