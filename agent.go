@@ -603,7 +603,9 @@ func (a *agent) report(j *job, late string) toolResult {
 	return r
 }
 
-func leftOver(left string) string { return keep("\ncould not be ended: "+left, left != "") }
+func leftOver(left string) string {
+	return keep("\ncould not be ended: "+strings.TrimSpace(left), left != "")
+}
 
 // version is the tag or commit that the build knows of.
 func version() string {

@@ -719,10 +719,10 @@ func TestServiceEndsWhileStderrWaits(t *testing.T) {
 	stdout := r.piped()
 	write.Close()
 	io.ReadFull(stdout, make([]byte, len("done\n"))) // the receipts are next
-	for _, name := range []string{"0.pid", "1.pid"} {
-		syscall.Kill(pidFile(t, r.workspace+"/"+name), syscall.SIGKILL)
-	}
-	until(t, "the services have ended", deadline, func() bool { return len(inDir(r.workspace)) == 1 }) // but belay
+	first, second := pidFile(t, r.workspace+"/0.pid"), pidFile(t, r.workspace+"/1.pid")
+	syscall.Kill(first, syscall.SIGKILL)
+	syscall.Kill(second, syscall.SIGKILL)
+	until(t, "the services have ended", deadline, func() bool { return !alive(first) && !alive(second) })
 	b, _ := io.ReadAll(stderr)
 	if code := r.wait(); code != 1 || !bytes.Contains(b, []byte("a service ended before it was let go")) {
 		t.Errorf("exit code %d\n%s", code, bytes.TrimLeft(b, "\n"))

@@ -984,7 +984,7 @@ func end(order syscall.Signal, list ...*job) (left string) {
 	}
 	for _, j := range list {
 		if j.wait(context.Background(), map[bool]time.Duration{false: wedged + endBound}[j.stuck.Load()]-time.Since(start)) {
-			left += j.last.Left
+			left += strings.TrimSuffix(" "+j.last.Left, " ")
 		} else {
 			j.stuck.Store(true) // frozen, or traced by what it keeps
 			left += fmt.Sprintf(" keeper pid %d", j.cmd.Process.Pid)
@@ -1024,7 +1024,7 @@ func (j *job) pending() bool { return j.log != "" && !j.cancelled.Load() }
 
 // endAll ends every job that which names, and what killed keepers left.
 func (t *jobs) endAll(order syscall.Signal, which func(*job) bool) string {
-	return end(order, t.list(which)...) + endTree(t.host.orphans)
+	return end(order, t.list(which)...) + strings.TrimSuffix(" "+endTree(t.host.orphans), " ")
 }
 
 // close removes the scratch directory; it is the last step.
