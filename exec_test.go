@@ -683,6 +683,7 @@ func TestServiceEndsWhileStdoutWaits(t *testing.T) {
 				r.start()
 				write.Close()
 				pid := pidFile(t, r.workspace+"/service.pid")
+				stopService(t, pid)
 				until(t, "the receipt is recorded", deadline, func() bool {
 					b, _ := os.ReadFile(r.home + "/.belay/services/released.jsonl")
 					return len(b) > 0
@@ -720,6 +721,8 @@ func TestServiceEndsWhileStderrWaits(t *testing.T) {
 	write.Close()
 	io.ReadFull(stdout, make([]byte, len("done\n"))) // the receipts are next
 	first, second := pidFile(t, r.workspace+"/0.pid"), pidFile(t, r.workspace+"/1.pid")
+	stopService(t, first)
+	stopService(t, second)
 	syscall.Kill(first, syscall.SIGKILL)
 	syscall.Kill(second, syscall.SIGKILL)
 	until(t, "the services have ended", deadline, func() bool { return !alive(first) && !alive(second) })
