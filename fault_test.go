@@ -335,21 +335,29 @@ func TestFileToolInADirectoryThatHangs(t *testing.T) {
 	}
 }
 
+// freezer gives the call of a command that freezes its keeper, and what thaws it:
+// the SIGKILL of a frozen process waits for that.
+func freezer(t *testing.T) (call map[string]any, thaw func()) {
+	t.Helper()
+	dir := "/sys/fs/cgroup/freezer/belay-test-" + randomHex()
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		t.Skipf("it needs root and the freezer of cgroup version 1: %v", err)
+	}
+	t.Cleanup(func() { until(t, "the cgroup is empty", leftWait, func() bool { return os.Remove(dir) == nil }) })
+	command := "echo $PPID > " + dir + "/cgroup.procs; echo FROZEN > " + dir + "/freezer.state; sleep 600"
+	return map[string]any{"command": command, "timeout_ms": 1000}, func() { os.WriteFile(dir+"/freezer.state", []byte("THAWED"), 0) }
+}
+
 // A keeper in a frozen cgroup (version 1) cannot be killed. Its command had a
 // limit of time, which ends nothing then; the run ends what is not frozen, and
 // must not say that it completed.
 func TestKeeperThatIsFrozen(t *testing.T) {
 	ofTheBinary(t)
 	t.Parallel()
-	dir := "/sys/fs/cgroup/freezer/belay-test-" + randomHex()
-	if err := os.Mkdir(dir, 0o755); err != nil {
-		t.Skipf("it needs root and the freezer of cgroup version 1: %v", err)
-	}
-	t.Cleanup(func() { until(t, "the cgroup is empty", leftWait, func() bool { return os.Remove(dir) == nil }) })
-	frozen := map[string]any{"command": "echo $PPID > " + dir + "/cgroup.procs; echo FROZEN > " + dir + "/freezer.state; sleep 600", "timeout_ms": 1000}
+	frozen, thaw := freezer(t)
 	r := execRun(t, serve(t, calls("Bash", frozen), say("done"))).start()
 	code := r.wait()
-	os.WriteFile(dir+"/freezer.state", []byte("THAWED"), 0) // its SIGKILL waits for this
+	thaw()
 	if text := r.out.String(); code != 1 || !strings.Contains(text, "keeper pid") {
 		t.Errorf("exit code %d: %s", code, text)
 	}
@@ -360,16 +368,11 @@ func TestKeeperThatIsFrozen(t *testing.T) {
 func TestKeeperThatIsFrozenUnderServe(t *testing.T) {
 	ofTheBinary(t)
 	t.Parallel()
-	dir := "/sys/fs/cgroup/freezer/belay-test-" + randomHex()
-	if err := os.Mkdir(dir, 0o755); err != nil {
-		t.Skipf("it needs root and the freezer of cgroup version 1: %v", err)
-	}
-	t.Cleanup(func() { until(t, "the cgroup is empty", leftWait, func() bool { return os.Remove(dir) == nil }) })
+	frozen, thaw := freezer(t)
 	f := newFakeLlama(t)
-	frozen := map[string]any{"command": "echo $PPID > " + dir + "/cgroup.procs; echo FROZEN > " + dir + "/freezer.state; sleep 600", "timeout_ms": 1000}
 	f.turn = func(n int, _ map[string]any) any { return []any{calls("Bash", frozen), say("done"), say("again")}[n] }
 	d := loopd(t, f.home(""), "--workspace", t.TempDir(), "--set", "exec.sandbox=danger-full-access").serving()
-	t.Cleanup(func() { os.WriteFile(dir+"/freezer.state", []byte("THAWED"), 0) }) // its SIGKILL waits for this
+	t.Cleanup(thaw)
 	if m := d.dial().send(1, aTurn("s", "x", false)).want(1, "errorinternal"); !strings.Contains(m.Message, "but processes could not be ended: ") || !strings.Contains(m.Message, "keeper pid") {
 		t.Error(m.Message)
 	}
