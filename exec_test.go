@@ -546,18 +546,24 @@ func TestReaderThatStandsStill(t *testing.T) {
 				<-time.After(300 * time.Millisecond) // nothing shows that it is stuck
 				r.cmd.Process.Signal(syscall.SIGTERM)
 			}
-			select {
-			case <-r.waited:
-			case <-time.After(leftWait):
-				t.Error("belay did not end")
-				r.cmd.Process.Kill()
-				<-r.waited
-			}
-			if code := r.cmd.ProcessState.ExitCode(); code != c.code {
-				t.Errorf("exit code %d, want %d", code, c.code)
-			}
+			r.endsWith(c.code)
 			noneLeft(t, tag)
 		})
+	}
+}
+
+// endsWith waits for a run that may be stuck, and kills it then.
+func (r *belayRun) endsWith(want int) {
+	r.t.Helper()
+	select {
+	case <-r.waited:
+	case <-time.After(leftWait):
+		r.t.Error("belay did not end")
+		r.cmd.Process.Kill()
+		<-r.waited
+	}
+	if code := r.cmd.ProcessState.ExitCode(); code != want {
+		r.t.Errorf("exit code %d, want %d", code, want)
 	}
 }
 
@@ -604,16 +610,7 @@ func TestTerminalThatStandsStill(t *testing.T) {
 				<-time.After(5 * time.Second) // nothing shows that it is stuck
 				r.cmd.Process.Signal(syscall.SIGTERM)
 			}
-			select {
-			case <-r.waited:
-			case <-time.After(leftWait):
-				t.Error("belay did not end")
-				r.cmd.Process.Kill()
-				<-r.waited
-			}
-			if code := r.cmd.ProcessState.ExitCode(); code != c.code {
-				t.Errorf("exit code %d, want %d", code, c.code)
-			}
+			r.endsWith(c.code)
 		})
 	}
 }
