@@ -398,9 +398,8 @@ func runServe(cfg *config, stderr *os.File) (code int, err error) {
 // sayTo prints lines for the operator. A stderr that takes none, such as that of a
 // log whose disk is full, holds up nobody.
 func sayTo(stderr *os.File, start string) func(string, ...any) {
-	return func(format string, args ...any) {
-		(&printer{stderr: stderr}).say("%s%s", start, fmt.Sprintf(format, args...))
-	}
+	p := &printer{stderr: stderr}
+	return func(format string, args ...any) { p.say("%s%s", start, fmt.Sprintf(format, args...)) }
 }
 
 // loop owns the lock and the socket, and hears signals, to the end of the last turn.
@@ -815,7 +814,8 @@ func (d *daemon) lastTurn(session string) any {
 		return newWireError(errorCode(cmp.Or(j.stop, string(codeNoSuchSession))), "the last turn of the session failed, or it has none")
 	}
 	var last json.RawMessage
-	for _, last = range j.messages { // which may be none
+	if n := len(j.messages); n > 0 {
+		last = j.messages[n-1]
 	}
 	return &wireReply{Type: "result", Session: session, Turn: j.turn, Stop: j.stop, Text: str(parse(last).get("content"))}
 }
@@ -993,7 +993,7 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err er
 		Content: cfg.prompt, Resume: cfg.resume, Mode: keep("now", cfg.now)}
 	signals, interrupted := make(chan os.Signal, 1), atomic.Int32{}
 	if cfg.command == "turn" {
-		for _, sig := range endSignals() {
+		for _, sig := range endSignals() { // one by one: to Notify no signal at all means every one
 			signal.Notify(signals, sig)
 		}
 		if r.Session == "" {
