@@ -191,17 +191,17 @@ func (p *printer) say(format string, args ...any) (err error) {
 }
 
 // show says something of a run's course, which only the text format has on stderr.
-func (p *printer) show(format string, args ...any) error {
-	if p.format != "text" {
-		return nil
+func (p *printer) show(format string, args ...any) {
+	if p.format == "text" {
+		p.say("  "+format, args...)
 	}
-	return p.say("  "+format, args...)
 }
 
 // print takes the events of a run but the last ones. The text format shows some
 // fields of some kinds, on indented lines.
 func (p *printer) print(ctx context.Context, kind string, pairs ...any) {
-	get := func(key string) string { return word(parse(jsonObject(pairs...)).get(key)) } // not before the switch: most events are text
+	fields := sync.OnceValue(func() object { return parse(jsonObject(pairs...)) }) // once, and only where it is asked: most events are text
+	get := func(key string) string { return word(fields().get(key)) }
 	switch {
 	case p.format == "stream-json":
 		p.write(ctx, encodeEvent(kind, pairs...)) // an error has ended the run
