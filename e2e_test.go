@@ -6,6 +6,7 @@ import (
 	"bufio"
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -53,10 +54,15 @@ func TestMain(m *testing.M) {
 		withoutLandlock(os.Args[2], os.Args[3:])
 		os.Exit(1)
 	}
-	code := m.Run()
-	if builtDir != "" {
-		os.RemoveAll(builtDir)
+	// Of programs that other users start: theirs to read, unlike t.TempDir.
+	dir, err := os.MkdirTemp("", "belay-test-")
+	if err = errors.Join(err, os.Chmod(dir, 0o755)); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
 	}
+	programs = dir
+	code := m.Run()
+	os.RemoveAll(dir)
 	os.Exit(code)
 }
 
@@ -184,28 +190,20 @@ func noneLeft(t *testing.T, tag string) {
 	until(t, "every process of "+tag+" is gone", leftWait, func() bool { return len(tagged(tag)) == 0 })
 }
 
+var programs string // directory of what the tests build and copy; set once, by TestMain
+
 // built is the binary under test. BELAY_BINARY names one where there is no Go
 // to build it with; loopd, its other name, stands beside it.
-var builtDir string // set once, by built
-
 var built = sync.OnceValues(func() (string, error) {
 	if path := os.Getenv("BELAY_BINARY"); path != "" {
 		return path, nil
 	}
-	dir, err := os.MkdirTemp("", "belay-built-") // readable by other users, unlike t.TempDir
-	if err == nil {
-		err = os.Chmod(dir, 0o755)
-	}
-	if err != nil {
-		return "", err
-	}
-	builtDir = dir
-	c := exec.Command("go", "build", "-trimpath", "-o", dir+"/belay", ".")
+	c := exec.Command("go", "build", "-trimpath", "-o", programs+"/belay", ".")
 	c.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := c.CombinedOutput(); err != nil {
 		return "", fmt.Errorf("%w: %s", err, out)
 	}
-	return dir + "/belay", os.Symlink("belay", dir+"/loopd")
+	return programs + "/belay", os.Symlink("belay", programs+"/loopd")
 })
 
 // ofTheBinary marks a long test that looks at the built binary alone. -short

@@ -46,12 +46,8 @@ func attackUsers() []int {
 
 // attacker is a copy of the test binary that every user may start.
 var attacker = sync.OnceValues(func() (string, error) {
-	dir, err := os.MkdirTemp("", "belay-attacker-")
-	if err != nil {
-		return "", err
-	}
 	b, err := os.ReadFile("/proc/self/exe")
-	return dir + "/attacker", errors.Join(err, os.Chmod(dir, 0o755), os.WriteFile(dir+"/attacker", b, 0o755))
+	return programs + "/attacker", errors.Join(err, os.WriteFile(programs+"/attacker", b, 0o755))
 })
 
 func attackerBinary(t testing.TB) string { t.Helper(); return pathOf(t, attacker) }
