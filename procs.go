@@ -184,6 +184,14 @@ func endTree(list func() []proc) string {
 	}
 }
 
+// when gives v where it holds, else the zero value.
+func when[T any](holds bool, v T) (out T) {
+	if holds {
+		out = v
+	}
+	return out
+}
+
 // signalName gives SIGTERM and the like, from a table of x/sys: no system call.
 func signalName(sig syscall.Signal) string { return cmp.Or(unix.SignalName(sig), sig.String()) }
 
@@ -269,7 +277,7 @@ func (k *keeper) tell(n note) { json.NewEncoder(k.ctl).Encode(n) }
 // run starts the command and stays until its tree is gone or it may let go,
 // and says which. orders is the rest of what belay sends.
 func (k *keeper) run(spec jobSpec, orders io.ByteReader) (kind string, err error) {
-	attr := &syscall.ProcAttr{Dir: spec.Dir, Env: os.Environ(), Files: []uintptr{0, 1, 2}, Sys: &syscall.SysProcAttr{Setsid: true, Pdeathsig: map[bool]syscall.Signal{false: unix.SIGKILL}[spec.Persist]}}
+	attr := &syscall.ProcAttr{Dir: spec.Dir, Env: os.Environ(), Files: []uintptr{0, 1, 2}, Sys: &syscall.SysProcAttr{Setsid: true, Pdeathsig: when(!spec.Persist, unix.SIGKILL)}}
 	// fork and execve(2) with descriptors 0, 1 and 2 only; an error such as ENOENT is the command's.
 	if k.leader, err = syscall.ForkExec(spec.Argv[0], spec.Argv, attr); err != nil {
 		return "", fmt.Errorf("cannot start %s with cwd %s: %w", spec.Argv[0], spec.Dir, err)
@@ -290,7 +298,7 @@ func (k *keeper) run(spec jobSpec, orders io.ByteReader) (kind string, err error
 		if ending = ending || k.leader == 0; ending && kill == nil {
 			kill = time.After(grace)
 			all := k.tree()
-			k.last.Strays = map[bool]int{true: len(all)}[k.leader == 0]
+			k.last.Strays = when(k.leader == 0, len(all))
 			signalAll(all, unix.SIGTERM, unix.SIGCONT) // a stopped process acts on TERM only after CONT (signal(7))
 		}
 		select {
@@ -300,7 +308,7 @@ func (k *keeper) run(spec jobSpec, orders io.ByteReader) (kind string, err error
 				kill = time.After(0)
 			case orderAlive:
 				k.reap()
-				k.tell(note{Pid: map[bool]int{false: k.leader}[ending]}) // what is being ended does not count as alive
+				k.tell(note{Pid: when(!ending, k.leader)}) // what is being ended does not count as alive
 			case orderLetGo:
 				return "released", nil
 			default:
@@ -312,7 +320,7 @@ func (k *keeper) run(spec jobSpec, orders io.ByteReader) (kind string, err error
 				unix.Kill(-k.leader, unix.SIGKILL)
 			}
 			// Once everything is dead the second leaves no zombie: it is all the keeper's.
-			k.last.Left = cmp.Or(endTree(k.tree), map[bool]string{false: "children that /proc does not show"}[k.reap()])
+			k.last.Left = cmp.Or(endTree(k.tree), when(!k.reap(), "children that /proc does not show"))
 			return "gone", nil
 		}
 	}
@@ -507,7 +515,7 @@ func (c *confinement) grants(path string) bool {
 
 // lacks names what this kernel's Landlock cannot do, "" for nothing.
 func (c *confinement) lacks() string {
-	return map[bool]string{true: "sandbox: Landlock lacks " + map[bool]string{true: "truncate, which is filtered instead, and "}[c.ABI < 3] + "scopes of signals and abstract sockets here"}[c.ABI < 6]
+	return when(c.ABI < 6, "sandbox: Landlock lacks "+when(c.ABI < 3, "truncate, which is filtered instead, and ")+"scopes of signals and abstract sockets here")
 }
 
 // gitCommon is the repository of a linked worktree, "" where there is none.
@@ -517,10 +525,8 @@ func (c *confinement) gitCommon(workspace string) string {
 	named := func(file, prefix string) string { // the path in a file of one line, the root for another text
 		b, _ := os.ReadFile(file)
 		path, ok := strings.CutPrefix(strings.TrimSpace(string(b)), prefix)
-		if ok && !filepath.IsAbs(path) {
-			path = filepath.Join(filepath.Dir(file), path)
-		}
-		return realPath(map[bool]string{true: path, false: "/"}[ok])
+		path = filepath.Join(when(!filepath.IsAbs(path), filepath.Dir(file)), path)
+		return realPath(cmp.Or(when(ok, path), "/"))
 	}
 	ours := filepath.Join(workspace, ".git")
 	dir := named(ours, "gitdir: ")
@@ -570,9 +576,9 @@ func (c *confinement) apply() error {
 func (c *confinement) landlock() error {
 	const file, read = unix.LANDLOCK_ACCESS_FS_WRITE_FILE | unix.LANDLOCK_ACCESS_FS_TRUNCATE, unix.LANDLOCK_ACCESS_FS_EXECUTE | unix.LANDLOCK_ACCESS_FS_READ_FILE | unix.LANDLOCK_ACCESS_FS_READ_DIR
 	attr := unix.LandlockRulesetAttr{ // the newest right that we handle, and all before it
-		Handled_access_fs:  (2*unix.LANDLOCK_ACCESS_FS_TRUNCATE - 1) &^ read &^ map[bool]uint64{true: unix.LANDLOCK_ACCESS_FS_TRUNCATE}[c.ABI < 3],
-		Handled_access_net: map[bool]uint64{true: unix.LANDLOCK_ACCESS_NET_BIND_TCP | unix.LANDLOCK_ACCESS_NET_CONNECT_TCP}[c.ABI >= 4 && !c.Network],
-		Scoped:             map[bool]uint64{true: unix.LANDLOCK_SCOPE_SIGNAL | unix.LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET}[c.ABI >= 6],
+		Handled_access_fs:  (2*unix.LANDLOCK_ACCESS_FS_TRUNCATE - 1) &^ read &^ when[uint64](c.ABI < 3, unix.LANDLOCK_ACCESS_FS_TRUNCATE),
+		Handled_access_net: when[uint64](c.ABI >= 4 && !c.Network, unix.LANDLOCK_ACCESS_NET_BIND_TCP|unix.LANDLOCK_ACCESS_NET_CONNECT_TCP),
+		Scoped:             when[uint64](c.ABI >= 6, unix.LANDLOCK_SCOPE_SIGNAL|unix.LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET),
 	}
 	// landlock_create_ruleset(2): a longer attribute than the kernel knows is fine while its tail is zero.
 	rules, _, e := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, uintptr(unsafe.Pointer(&attr)), unsafe.Sizeof(attr), 0)
@@ -593,7 +599,7 @@ func (c *confinement) landlock() error {
 		// landlock_restrict_self(2): E2BIG when 16 layers are in use. The descriptor closes at the exec.
 		_, _, e = unix.Syscall(unix.SYS_LANDLOCK_RESTRICT_SELF, rules, 0, 0)
 	}
-	return os.NewSyscallError("landlock", map[bool]error{true: e}[e != 0])
+	return os.NewSyscallError("landlock", when[error](e != 0, e))
 }
 
 // dropCapabilities leaves what package managers and compilers need as root.
@@ -651,7 +657,7 @@ func (c *confinement) filterCalls() error {
 	prog := unix.SockFprog{Len: uint16(len(ops)), Filter: (*unix.SockFilter)(&ops[0])}
 	// seccomp(2) on this thread; EINVAL would be a bug in the filter.
 	_, _, e := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, 0, uintptr(unsafe.Pointer(&prog)))
-	return os.NewSyscallError("seccomp", map[bool]error{true: e}[e != 0])
+	return os.NewSyscallError("seccomp", when[error](e != 0, e))
 }
 
 // host is belay as the ancestor of all keepers: one in a process.
@@ -671,7 +677,7 @@ func newHost() (*host, error) {
 	// In a PID namespace of our own without a /proc of its own (unshare -p -f), pids there are those of other processes.
 	own, err := os.Readlink("/proc/self")
 	// prctl(2): the key in our environment and memory is not for commands, which run as the same user.
-	if err = cmp.Or(err, map[bool]error{true: errors.New("/proc is of another PID namespace")}[own != strconv.Itoa(os.Getpid())], beParent(), unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)); err != nil {
+	if err = cmp.Or(err, when(own != strconv.Itoa(os.Getpid()), errors.New("/proc is of another PID namespace")), beParent(), unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)); err != nil {
 		return nil, fmt.Errorf("cannot prepare the process, which needs /proc mounted to see and end what it starts: %w; see docs/runbook.md#environment", err)
 	}
 	self, _ := readProc(os.Getpid())
@@ -694,10 +700,8 @@ func (h *host) waited(pid int) { h.mu.Lock(); delete(h.keepers, pid); h.mu.Unloc
 func (h *host) killAll() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	for _, j := range h.keepers {
-		if !h.held {
-			j.order(orderKill)
-		}
+	for _, j := range when(!h.held, h.keepers) {
+		j.order(orderKill)
 	}
 }
 
@@ -708,7 +712,7 @@ func (h *host) orphans() (left []proc) {
 	defer h.mu.Unlock()
 	all := processes()
 	if h.held || len(all) == 0 { // without descriptors /proc shows nothing: what is left is not known, which must not pass for none
-		return map[bool][]proc{false: {{state: '?'}}}[h.held]
+		return when(!h.held, []proc{{state: '?'}})
 	}
 	skip := func(p proc) bool {
 		// While an earlier child is a zombie, neither its number nor that of its session is given again.
@@ -882,9 +886,7 @@ func (t *jobs) start(command, dir string, stdin *string, log *os.File) (*job, er
 	if log != nil {
 		defer log.Close()
 		j.log, j.cmd.Stdout, j.cmd.Stderr = log.Name(), log, log
-		if j.log != os.DevNull {
-			j.id = strings.TrimSuffix(filepath.Base(j.log), ".log")
-		}
+		j.id = cmp.Or(when(j.log != os.DevNull, strings.TrimSuffix(filepath.Base(j.log), ".log")), j.id)
 	} else if t.scratch != nil {
 		j.cmd.Env = append(slices.Clone(t.env), "TMPDIR="+t.scratch.Name())
 		j.out.file, _ = t.root.OpenFile(j.id+".out", os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
@@ -979,11 +981,11 @@ func end(order syscall.Signal, list ...*job) (left string) {
 	for _, j := range list {
 		// First, since a keeper that was stopped before it read all of its job takes no order. To let go needs no grace.
 		// An error means that it has exited.
-		time.AfterFunc(wedged-map[syscall.Signal]time.Duration{orderLetGo: grace}[order], func() { j.cmd.Process.Kill() })
+		time.AfterFunc(wedged-when(order == orderLetGo, grace), func() { j.cmd.Process.Kill() })
 		j.order(order)
 	}
 	for _, j := range list {
-		if j.wait(context.Background(), map[bool]time.Duration{false: wedged + endBound}[j.stuck.Load()]-time.Since(start)) {
+		if j.wait(context.Background(), when(!j.stuck.Load(), wedged+endBound)-time.Since(start)) {
 			left += strings.TrimSuffix(" "+j.last.Left, " ")
 		} else {
 			j.stuck.Store(true) // frozen, or traced by what it keeps
@@ -1072,7 +1074,7 @@ func (o *output) take(running bool) (text string, omitted int, lost bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.trim(headKeep + tailKeep)
-	b := o.buf[:len(o.buf)-map[bool]int{true: unfinished(o.buf)}[running]]
+	b := o.buf[:len(o.buf)-when(running, unfinished(o.buf))]
 	o.buf = slices.Clone(o.buf[len(b):])
 	if omitted, o.dropped = o.dropped, 0; omitted > 0 {
 		head, tail := b[:headKeep-unfinished(b[:headKeep])], b[headKeep:]
