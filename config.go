@@ -367,7 +367,7 @@ func (l *loader) store(f *field, dst reflect.Value, v any) (allowed string) {
 		s, _ := v.(string)
 		switch f.form {
 		case "path":
-			s, allowed = l.path(s), "an absolute path, or ~/ with HOME set"
+			s, allowed = l.path(s), "an absolute path in UTF-8, or ~/ with HOME set"
 		case "socket":
 			s, allowed = endpoint("unix:"+l.path(s)), "an absolute path of at most 107 bytes"
 		case "url":
@@ -508,12 +508,14 @@ func endpoint(raw string) string {
 	return u.Scheme + "://" + host + path + "/chat/completions" + keep("?"+u.RawQuery, u.RawQuery != "")
 }
 
-// path makes a path absolute and clean, "" = it is relative or there is no HOME for its ~/. A
-// relative HOME would put the journal and the services of a run wherever it was started.
+// path makes a path absolute and clean, "" = it is relative, there is no HOME for its ~/, or it
+// is no UTF-8. A relative HOME would put the journal and the services of a run wherever it was
+// started. Other bytes than UTF-8 become U+FFFD in JSON: a keeper would be told of another
+// directory, and the model and receipts, too.
 func (l *loader) path(s string) string {
 	rest, inHome := strings.CutPrefix(s, "~/")
 	s = cmp.Or(keep(filepath.Join(l.environ["HOME"], rest), inHome), s)
-	return keep(filepath.Clean(s), filepath.IsAbs(s))
+	return keep(filepath.Clean(s), filepath.IsAbs(s) && strings.ToValidUTF8(s, "") == s)
 }
 
 // keep gives s, or "" if it is not good: with cmp.Or it makes a choice of one line.

@@ -1181,6 +1181,16 @@ func TestBadInputStartsNothing(t *testing.T) {
 		}},
 		{"workspace missing", []string{"/nowhere", "allowed a directory that exists"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "-C", "/nowhere", "exec", "do it") }},
 		{"workspace is a file", []string{"config.toml", "allowed a directory that exists"}, func(r *belayRun) { r.cmd.Args = append(r.cmd.Args, "--workspace", file(r, ""), "exec", "do it") }},
+		// As JSON names it to a keeper it is another directory, in which commands would do their work.
+		{"workspace is no UTF-8", []string{`w\ufffdrk`, "allowed an absolute path in UTF-8"}, func(r *belayRun) {
+			os.Mkdir(r.workspace+"/w\xfcrk", 0o777)
+			r.cmd.Args = append(r.cmd.Args, "--workspace", r.workspace+"/w\xfcrk", "exec", "do it")
+		}},
+		{"current directory is no UTF-8", []string{`w\ufffdrk`, "allowed an absolute path in UTF-8"}, func(r *belayRun) {
+			r.cmd.Dir += "/w\xfcrk"
+			os.Mkdir(r.cmd.Dir, 0o777)
+			r.cmd.Args = append(r.cmd.Args, "exec", "do it")
+		}},
 		{"two formats", []string{"--json"}, func(r *belayRun) {
 			r.cmd.Args = append(r.cmd.Args, "exec", "--json", "--output-format", "text", "do it")
 		}},
