@@ -811,7 +811,8 @@ func newJobs(h *host, o jobOptions) (*jobs, error) {
 func makeScratch(tmp string) *os.File {
 	for _, parent := range []string{tmp, "/tmp", "/dev/shm"} {
 		path := filepath.Join(parent, "belay-"+randomHex())
-		if !filepath.IsAbs(parent) || os.Mkdir(path, 0o700) != nil {
+		// No JSON can name other bytes than UTF-8 to a keeper or to the model.
+		if !filepath.IsAbs(parent) || !utf8.ValidString(parent) || os.Mkdir(path, 0o700) != nil {
 			continue
 		}
 		ours := lockDir(path) // nil: another run that starts now took it for a leftover

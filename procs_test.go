@@ -297,6 +297,22 @@ func TestKeeperByHandIsRefused(t *testing.T) {
 	}
 }
 
+// The sandbox grants the directory by a name that travels as JSON, and the model
+// reads in it by such a name.
+func TestScratchIsNamedInUTF8(t *testing.T) {
+	tmp := t.TempDir() + "/t\xfc"
+	needNil(t, os.Mkdir(tmp, 0o755))
+	scratch := makeScratch(tmp)
+	if scratch == nil {
+		t.Skip("there is no other place for scratch here")
+	}
+	defer os.RemoveAll(scratch.Name())
+	defer scratch.Close()
+	if filepath.Dir(scratch.Name()) == tmp {
+		t.Errorf("scratch in %q", scratch.Name())
+	}
+}
+
 // A directory whose lock is held belongs to a run that lives.
 func TestScratchLeftovers(t *testing.T) {
 	tmp := t.TempDir()
