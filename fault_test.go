@@ -435,6 +435,51 @@ func TestSignalsThatDoNotStop(t *testing.T) {
 	}
 }
 
+// Where memory ends the kernel kills the largest process, which belay is among many
+// small ones, and then its keeper, which leaves them behind. So they go first; a
+// service has the score that belay was given.
+func TestMemoryEnds(t *testing.T) {
+	ofTheBinary(t)
+	t.Parallel()
+	t.Run("scores", func(t *testing.T) {
+		t.Parallel()
+		service := persist("cat /proc/self/oom_score_adj > score.new; mv score.new score; exec sleep 600")
+		r := execRun(t, serve(t, bash("cat /proc/self/oom_score_adj"), bash("cat /proc/$PPID/oom_score_adj"), calls("Bash", service), bash("until test -e score; do sleep 0.01; done; cat score"), say("up")))
+		r.through(`echo 800 > /proc/self/oom_score_adj; exec "$@"`).finish(0)
+		stopService(t, int(r.one("service_released")["pid"].(float64)))
+		for i, want := range map[int]string{0: "1000", 1: "800", 3: "800"} {
+			if out := r.events("tool_result")[i]["output"]; out != want+"\nexit code 0" {
+				t.Errorf("command %d: %q, want %s", i, out, want)
+			}
+		}
+	})
+	t.Run("many small ones", func(t *testing.T) {
+		t.Parallel()
+		group := "/sys/fs/cgroup/memory/belay-test-" + randomHex()
+		if err := os.Mkdir(group, 0o755); err != nil {
+			t.Skipf("it needs root and the memory controller of cgroup version 1: %v", err)
+		}
+		t.Cleanup(func() { until(t, "the cgroup is empty", leftWait, func() bool { return os.Remove(group) == nil }) })
+		needNil(t, os.WriteFile(group+"/memory.limit_in_bytes", []byte("50M"), 0))
+		small := `for i in $(seq 150); do setsid sh -c 'x=$(head -c 500000 /dev/zero | tr "\0" x); sleep 600' & done; wait`
+		r := execRun(t, serve(t, calls("Bash", map[string]any{"command": small, "timeout_ms": 3000}), say("done")))
+		r.through("echo $$ > " + group + `/cgroup.procs; exec "$@"`).start()
+		if code := r.wait(); code != 0 {
+			t.Errorf("exit code %d: %s", code, r.cmd.ProcessState)
+		}
+		left := func() bool { return len(inDir(r.workspace)) == 0 && !r.keepers() }
+		for end := time.Now().Add(leftWait); !left() && time.Now().Before(end); {
+			time.Sleep(pause)
+		}
+		if all := inDir(r.workspace); len(all) > 0 {
+			t.Errorf("%d processes left", len(all))
+			for _, pid := range all {
+				syscall.Kill(pid, syscall.SIGKILL)
+			}
+		}
+	})
+}
+
 // processesOf counts threads too, as the limit does.
 func processesOf(uid int) (n int) {
 	for _, p := range processes() {

@@ -56,8 +56,9 @@ const (
 	// Bytes of a long output that are shown from its start and from its end, and kept in the scratch directory; of a
 	// file for Read and Edit; threads of a keeper.
 	headKeep, tailKeep, spillMax, fileMax, spareMax = 6000, 24000, 64 << 20, 64 << 20, 6
-	// One Read; bytes of one argument (MAX_ARG_STRLEN less the NUL, execve(2)); of a dead service's log in the error.
-	readLines, readBytes, commandMax, logTail = 2000, 50 << 10, 131071, 2000
+	// One Read; bytes of one argument (MAX_ARG_STRLEN less the NUL, execve(2)); of a dead service's log in the error;
+	// thousandths of the memory that count as a command's own when it ends, and the most that can.
+	readLines, readBytes, commandMax, logTail, oomMore, oomMost = 2000, 50 << 10, 131071, 2000, 300, 1000
 )
 
 // proc is one line of the process list. pid and start together name a process
@@ -223,9 +224,9 @@ type note struct {
 // locked to a thread: Pdeathsig follows the thread that forked (prctl(2)),
 // Landlock and seccomp hold for one thread.
 type keeper struct {
-	ctl    *os.File
-	leader int // the command, 0 once it is reaped
-	last   note
+	ctl, oom      *os.File // oom: the file of score
+	leader, score int      // the command, 0 once it is reaped; the keeper's, for the choice of whom to kill when memory ends
+	last          note
 }
 
 // keeperMain is the whole life of a keeper; it gives the exit code. Its start
@@ -251,6 +252,9 @@ func keeperMain() int {
 	}
 	// PR_SET_NAME, but of the main thread, whichever this one is.
 	os.WriteFile("/proc/self/comm", []byte(keeperName), 0)
+	// proc_pid_oom_score_adj(5), opened before a sandbox forbids it; without it nothing is written.
+	k.oom, _ = os.OpenFile("/proc/self/oom_score_adj", os.O_RDWR, 0)
+	fmt.Fscan(k.oom, &k.score)
 	err := beParent()
 	if err == nil && spec.Confine != nil {
 		err = spec.Confine.apply()
@@ -278,10 +282,14 @@ func (k *keeper) tell(n note) { json.NewEncoder(k.ctl).Encode(n) }
 // and says which. orders is the rest of what belay sends.
 func (k *keeper) run(spec jobSpec, orders io.ByteReader) (kind string, err error) {
 	attr := &syscall.ProcAttr{Dir: spec.Dir, Env: os.Environ(), Files: []uintptr{0, 1, 2}, Sys: &syscall.SysProcAttr{Setsid: true, Pdeathsig: when(!spec.Persist, unix.SIGKILL)}}
+	// When memory ends, what the command has forked goes before belay and the keeper, both of which may be larger than any
+	// of it and would leave it behind. A service is to live on with the score that belay was given.
+	fmt.Fprint(k.oom, min(k.score+when(!spec.Persist, oomMore), oomMost))
 	// fork and execve(2) with descriptors 0, 1 and 2 only; an error such as ENOENT is the command's.
 	if k.leader, err = syscall.ForkExec(spec.Argv[0], spec.Argv, attr); err != nil {
 		return "", fmt.Errorf("cannot start %s with cwd %s: %w", spec.Argv[0], spec.Dir, err)
 	}
+	fmt.Fprint(k.oom, k.score)
 	k.tell(note{Pid: k.leader})
 	// Only now, off the command's critical path: a signal before this point kills the keeper, which is safe.
 	// They are caught and not ignored: an ignored signal stays ignored in the command (execve(2)).
@@ -544,10 +552,8 @@ func realPath(path string) string {
 	return filepath.Join(realPath(filepath.Dir(path)), filepath.Base(path))
 }
 
-func within(path, dir string) bool {
-	rel, err := filepath.Rel(dir, path)
-	return err == nil && rel != ".." && !strings.HasPrefix(rel, "../")
-}
+// within compares clean paths.
+func within(path, dir string) bool { return dir == "/" || strings.HasPrefix(path+"/", dir+"/") }
 
 // landlockABI is 0 where Landlock is not built in (ENOSYS), not enabled
 // (EOPNOTSUPP) or filtered by the container (EPERM).
@@ -1190,8 +1196,7 @@ func (r receipt) stop() (left string) {
 		return slices.DeleteFunc(all, func(p proc) bool { return p.dead() || !seen[[2]int{p.pid, int(p.start)}] })
 	}
 	signalAll(list(), unix.SIGTERM, unix.SIGCONT)
-	for end := time.Now().Add(stopGrace); len(list()) > 0 && time.Now().Before(end); {
-		time.Sleep(pause)
+	for end := time.Now().Add(stopGrace); len(list()) > 0 && time.Now().Before(end); time.Sleep(pause) {
 	}
 	return endTree(list)
 }
