@@ -1077,6 +1077,18 @@ func TestReusedPidIsRefused(t *testing.T) {
 	}
 }
 
+// Where /proc is of another PID namespace than we are (nsenter -p), the number of a
+// service is somebody else's there, or nobody's: nothing is known of the service.
+func TestServicesWithAnotherProc(t *testing.T) {
+	t.Parallel()
+	r := execRun(t, serve(t, calls("Bash", persist("exec sleep 600")), say("up")))
+	line := `"$@" && umount -l /proc && "$1" services && "$1" services stop $(cd $HOME/.belay/services && ls shell_* | cut -d . -f 1); exit $?`
+	r.inNamespace(line, "--pid", "--fork", "--mount-proc").finish(1)
+	if out := r.out.String() + r.err.String(); !strings.Contains(out, "  unknown  ") || !strings.Contains(out, `is not touched, its state is "unknown"`) {
+		t.Errorf("services: %q", out)
+	}
+}
+
 // Processes are known by number and start. Those that began with the machine, or
 // where the clock of a time namespace does, have the start 0, and none of them is
 // the service's.

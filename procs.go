@@ -1119,10 +1119,11 @@ type receipt struct {
 	Withdrawn bool   `json:"withdrawn,omitempty"` // the run failed after this record: the service was ended
 }
 
-// place names this boot and this PID namespace.
+// place names this boot and this PID namespace, which is not known where /proc is
+// of another one (nsenter -p): there our number is somebody else's.
 func place() (boot, ns string) {
 	b, _ := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	ns, _ = os.Readlink("/proc/self/ns/pid")
+	ns, _ = os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", os.Getpid()))
 	return strings.TrimSpace(string(b)), ns
 }
 
