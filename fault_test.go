@@ -576,6 +576,25 @@ func TestStoppedPastTheIdleLimit(t *testing.T) {
 	}
 }
 
+// A command that ended within its limit of time did not run out of it because belay
+// was stopped past that, as by Ctrl-Z.
+func TestStoppedPastTheLimitOfACommand(t *testing.T) {
+	t.Parallel()
+	for range soak(8) { // what belay sees first is chance
+		t.Run("", func(t *testing.T) {
+			t.Parallel()
+			r := execRun(t, serve(t, calls("Bash", map[string]any{"command": "touch begun; sleep 0.3; seq 9000", "timeout_ms": minTimeout}), say("done"))).start()
+			until(t, "the command runs", deadline, func() bool { _, err := os.Stat(r.workspace + "/begun"); return err == nil })
+			r.cmd.Process.Signal(syscall.SIGSTOP)
+			time.Sleep(2 * minTimeout * time.Millisecond) // past the limit: this is the condition itself
+			r.cmd.Process.Signal(syscall.SIGCONT)
+			if code, e := r.wait(), r.one("tool_result"); code != 0 || e["status"] != "success" {
+				t.Errorf("exit code %d, result %.100s", code, e["output"].(string)[max(0, len(e["output"].(string))-100):])
+			}
+		})
+	}
+}
+
 // doomed is a run with all that must not be left: a pending service, a daemon
 // in its own session, a background command, and a command that ends.
 func doomed(t *testing.T, tag, format string) *belayRun {

@@ -50,8 +50,8 @@ const (
 	wedged, endBound  = grace + time.Second, 10 * time.Second // until a keeper that ends its tree is killed itself; until a tree is given up
 	// Between TERM and KILL, of a command and of a released service; for the end of the output once the tree is gone;
 	// between two looks at a tree; from a keeper to its command (milliseconds, unless somebody stopped it or a directory
-	// hangs); one Read, Write or Edit.
-	grace, stopGrace, eofWait, pause, startBound, fileBound = 500 * time.Millisecond, 5 * time.Second, time.Second, 3 * time.Millisecond, 5 * time.Second, 30 * time.Second
+	// hangs); one Read, Write or Edit; for belay to read what keepers have said.
+	grace, stopGrace, eofWait, pause, startBound, fileBound, lookAgain = 500 * time.Millisecond, 5 * time.Second, time.Second, 3 * time.Millisecond, 5 * time.Second, 30 * time.Second, 100 * time.Millisecond
 
 	// Bytes of a long output that are shown from its start and from its end, and kept in the scratch directory; of a
 	// file for Read and Edit; threads of a keeper.
@@ -385,8 +385,7 @@ type fileRequest struct {
 
 func (r *fileRequest) do() (string, error) {
 	if r.Tool == "Write" {
-		err := os.MkdirAll(filepath.Dir(r.Path), 0o777)
-		return fmt.Sprintf("wrote %d bytes to %s", len(r.Content), r.Path), cmp.Or(err, replaceFile(r.Path, []byte(r.Content)))
+		return fmt.Sprintf("wrote %d bytes to %s", len(r.Content), r.Path), cmp.Or(os.MkdirAll(filepath.Dir(r.Path), 0o777), replaceFile(r.Path, []byte(r.Content)))
 	}
 	b, err := readRegular(r.Path)
 	n := bytes.Count(b, []byte(r.Old))
@@ -969,12 +968,16 @@ func (j *job) follow(h *host, spec jobSpec) {
 
 func (j *job) order(o syscall.Signal) { j.ctl.Write([]byte{byte(o)}) } // an error means that the keeper has exited
 
-// wait is true when the job is gone, false after timeout or with ctx.
+// wait is true when the job is gone, false after timeout or with ctx. It looks
+// twice: a belay that was stopped meanwhile finds its timer run out, and what the
+// keeper said long ago not yet read.
 func (j *job) wait(ctx context.Context, timeout time.Duration) bool {
-	select {
-	case <-j.gone:
-	case <-ctx.Done():
-	case <-time.After(timeout):
+	for _, d := range []time.Duration{timeout, lookAgain} {
+		select {
+		case <-j.gone:
+		case <-ctx.Done():
+		case <-time.After(d):
+		}
 	}
 	return j.over.Load()
 }
@@ -1085,8 +1088,7 @@ func (o *output) take(running bool) (text string, omitted int, lost bool) {
 	o.buf = slices.Clone(o.buf[len(b):])
 	if omitted, o.dropped = o.dropped, 0; omitted > 0 {
 		head, tail := b[:headKeep-unfinished(b[:headKeep])], b[headKeep:]
-		for n := 1; n < utf8.UTFMax && len(tail) > 0 && !utf8.RuneStart(tail[0]); n++ {
-			tail = tail[1:]
+		for n := 1; n < utf8.UTFMax && len(tail) > 0 && !utf8.RuneStart(tail[0]); n, tail = n+1, tail[1:] {
 		}
 		omitted += len(b) - len(head) - len(tail)
 		text, b = strings.ToValidUTF8(string(head), "\uFFFD")+fmt.Sprintf("\n… %d bytes left out …\n", omitted), tail
