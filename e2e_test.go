@@ -854,6 +854,18 @@ func TestServiceThatExitedFailsTheRun(t *testing.T) {
 	}
 }
 
+// A keeper that says nothing, for want of processor time or because somebody stopped
+// it, is no news of its service: that must not be told as dead.
+func TestServiceThatNobodyKnowsOf(t *testing.T) {
+	t.Parallel()
+	stop := bash("until test -s service.pid; do sleep 0.01; done; kill -STOP $(cut -d ' ' -f 4 /proc/$(cat service.pid)/stat)")
+	r := execRun(t, serve(t, calls("Bash", persist(serviceCommand)), stop, say("up"))).finish(1)
+	if e := r.one("error"); e["error_category"] != "service_exited" || !strings.Contains(e["error"].(string), "or its keeper did not say in a second that it lives") {
+		t.Errorf("%v", e)
+	}
+	until(t, "the service is gone", leftWait, func() bool { return len(inDir(r.workspace)) == 0 && !r.keepers() })
+}
+
 func TestOneDeadServiceReleasesNone(t *testing.T) {
 	t.Parallel()
 	p := serve(t, calls("Bash", persist("echo $$ > one.pid; exec sleep 600"), persist("exit 0")), bash("until test -s one.pid; do sleep 0.05; done; sleep 0.2"), say("done"))

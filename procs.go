@@ -1161,7 +1161,7 @@ func (t *jobs) confirm(j *job) (receipt, error) {
 	f.Seek(-logTail, io.SeekEnd) // an error means that it is shorter
 	b, _ := io.ReadAll(io.LimitReader(f, logTail))
 	f.Close()
-	return receipt{}, fmt.Errorf("service %s (pid %d) had exited before the run was complete; the end of its log:\n%s", j.id, j.pid, cmp.Or(strings.TrimRight(strings.ToValidUTF8(string(b), "\uFFFD"), "\n"), "(empty)"))
+	return receipt{}, fmt.Errorf("service %s (pid %d) had exited before the run was complete, or its keeper did not say in a second that it lives; the end of its log:\n%s", j.id, j.pid, cmp.Or(strings.TrimRight(strings.ToValidUTF8(string(b), "\uFFFD"), "\n"), "(empty)"))
 }
 
 // recordRelease appends receipts to the list of a home, if there are both, and
