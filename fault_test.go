@@ -243,6 +243,18 @@ func TestFewProcesses(t *testing.T) {
 	}
 }
 
+// A keeper that ends before its command is not always killed: where it can have no
+// thread it ends as every Go program does then, and as this signal ends one.
+func TestKeeperThatEndsTooEarly(t *testing.T) {
+	t.Parallel()
+	r := execRun(t, serve(t, calls("Bash", map[string]any{"command": "kill -ABRT $PPID; sleep 600"}, map[string]any{"command": "kill -KILL $PPID; sleep 600"}), say("done"))).finish(0)
+	for i, want := range []string{"exit status 2", "signal: killed"} {
+		if out, _ := r.events("tool_result")[i]["output"].(string); !strings.Contains(out, "the keeper ended too early ("+want+"): it was killed, or could have no thread") {
+			t.Errorf("result %q, want %s", out, want)
+		}
+	}
+}
+
 // An unsandboxed command may take its keeper's descriptors. Then the keeper sees
 // no process any more; it must not say that there is none.
 func TestKeeperWithoutDescriptors(t *testing.T) {

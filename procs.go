@@ -956,7 +956,7 @@ func (j *job) follow(h *host, spec jobSpec) {
 	h.waited(j.cmd.Process.Pid)
 	j.waited.Store(true)
 	if j.last.Kind == "" {
-		j.last = note{Text: "the keeper was killed", Left: endTree(h.orphans)}
+		j.last = note{Text: fmt.Sprintf("the keeper ended too early (%s): it was killed, or could have no thread or no memory", j.cmd.ProcessState), Left: endTree(h.orphans)}
 	}
 	if f := j.out.file; f.Close() == nil && j.out.spilled <= headKeep+tailKeep {
 		os.Remove(f.Name()) // it says no more than the results did
