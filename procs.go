@@ -506,10 +506,11 @@ func planSandbox(o jobOptions, abi int) (*confinement, error) {
 
 // grant lets absolute paths be written. Links are resolved once, and a path
 // below another one is no grant of its own: a command could put a link in its
-// place, and the next keeper would open what it leads to.
+// place, and the next keeper would open what it leads to. Nor is one that is no
+// UTF-8: in JSON it is the name of something else.
 func (c *confinement) grant(paths ...string) {
 	for _, path := range paths {
-		if path = realPath(path); filepath.IsAbs(path) && !c.grants(path) {
+		if path = realPath(path); filepath.IsAbs(path) && utf8.ValidString(path) && !c.grants(path) {
 			c.Write = append(slices.DeleteFunc(c.Write, func(w string) bool { return within(w, path) }), path)
 		}
 	}

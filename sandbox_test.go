@@ -619,6 +619,22 @@ func TestGrantInsideTheGrantIsDropped(t *testing.T) {
 	}
 }
 
+// A keeper is told of its grants in JSON, which has U+FFFD for bytes that are no
+// UTF-8: of a workspace that is a link to such a directory it opened another one.
+func TestGrantThatIsNoUTF8IsDropped(t *testing.T) {
+	needLandlock(t)
+	r := execRun(t, serve(t, bash("touch ../w\ufffdrk/escaped"), say("done")), "--sandbox", "workspace-write")
+	for _, name := range []string{"/w\xfcrk", "/w\ufffdrk"} {
+		needNil(t, os.Mkdir(r.workspace+name, 0o777))
+	}
+	needNil(t, os.Symlink("w\xfcrk", r.workspace+"/link"))
+	r.cmd.Args = slices.Insert(r.cmd.Args, 1, "--workspace", r.workspace+"/link")
+	r.finish(0)
+	if names, _ := os.ReadDir(r.workspace + "/w\ufffdrk"); len(names) > 0 || r.one("tool_result")["status"] != "error" {
+		t.Errorf("written outside: %v, %v", names, r.one("tool_result"))
+	}
+}
+
 // A workspace names its repository, and the repository must name it in return
 // from a place that commands cannot write.
 func TestForgedGitFileGrantsNothing(t *testing.T) {
