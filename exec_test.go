@@ -1134,6 +1134,32 @@ func TestStderrObeysNobody(t *testing.T) {
 	}
 }
 
+// The README tells a crash, which also ends with 2, by a line of stderr. It need
+// not be the first one: progress, or more of the runtime, may stand before it.
+func TestCrashIsToldFromUsage(t *testing.T) {
+	t.Parallel()
+	row := regexp.MustCompile(`(?m)^\| 2 \|.* a line of stderr then begins (.*) \|$`).FindStringSubmatch(document(t, "README.md"))
+	if row == nil {
+		t.Fatal("README.md does not say how stderr tells a crash")
+	}
+	words := "(?m)^(" + strings.NewReplacer("`", "", ", ", "|", " or ", "|").Replace(row[1]) + ")"
+	p := serve(t, calls("Bash", map[string]any{"command": "setsid sleep 600 & wait", "background": true}), hang)
+	quit := execRun(t, p, "--output-format", "text").start()
+	until(t, "the model is asked", deadline, func() bool { return p.count() == 2 })
+	quit.cmd.Process.Signal(syscall.SIGQUIT)
+	memory := execRun(t, p).through(`ulimit -v 200000; exec "$@"`).start()
+	for _, r := range []*belayRun{quit, memory} {
+		if code := r.wait(); code != 2 || !regexp.MustCompile(words).MatchString(r.err.String()) {
+			t.Errorf("exit code %d, no line is %s:\n%.300s", code, words, r.err.String())
+		}
+		until(t, "no process of the run is left", leftWait, func() bool { return len(inDir(r.workspace)) == 0 && !r.keepers() })
+	}
+	usage := prepare(t, nil, "fly").finish(2)
+	if regexp.MustCompile(words).MatchString(usage.err.String()) {
+		t.Errorf("%s", usage.err.String())
+	}
+}
+
 // -- the command line and the configuration --
 
 func TestBadInputStartsNothing(t *testing.T) {

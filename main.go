@@ -16,8 +16,8 @@
 //  4. One daemon serves a home, whatever crashes when.
 //
 // Exit codes: 0 complete · 1 failed · 2 usage or configuration (or a crash of
-// the Go runtime, then stderr begins "panic:" or "fatal error:") · 75 temporary
-// · 124 --timeout · 129, 130, 143 SIGHUP, SIGINT, SIGTERM · 141 the reader of
+// the Go runtime, then a line of stderr begins "panic:", "fatal error:" or "SIG")
+// · 75 temporary · 124 --timeout · 129, 130, 143 SIGHUP, SIGINT, SIGTERM · 141 the reader of
 // stdout left.
 package main
 
