@@ -893,6 +893,26 @@ func TestKeepersThatAreStoppedAtTheirStart(t *testing.T) {
 	}
 }
 
+// A directory that its owner cannot write, as in Go's module cache, or not even read
+// is removed with the scratch directory all the same, and what a link leads to is not.
+func TestScratchThatCannotBeWritten(t *testing.T) {
+	t.Parallel()
+	r := execRun(t, serve(t, bash("mkdir -p $TMPDIR/mod/deep $TMPDIR/none && touch $TMPDIR/mod/deep/f && ln -s $PWD $TMPDIR/mod/link && chmod -R a-w $TMPDIR/mod && chmod 0 $TMPDIR/none && chmod 711 ."), say("done")))
+	tmp := t.TempDir()
+	if os.Chmod(tmp, 0o777); os.Getuid() == 0 { // whom no mode keeps out
+		needNil(t, os.Chown(r.workspace, nobodyID, nobodyID))
+		r.as(nobodyID)
+	}
+	r.cmd.Env = append(r.cmd.Env, "TMPDIR="+tmp)
+	r.finish(0)
+	if left, _ := filepath.Glob(tmp + "/*"); len(left) > 0 || r.one("tool_result")["status"] != "success" {
+		t.Errorf("left %v, %v", left, r.one("tool_result"))
+	}
+	if fi, err := os.Stat(r.workspace); err != nil || fi.Mode().Perm() != 0o711 {
+		t.Errorf("the workspace is %v %v", fi.Mode(), err)
+	}
+}
+
 // A directory of the user is no leftover of a dead run, whatever its name.
 func TestScratchLeavesOtherDirectoriesAlone(t *testing.T) {
 	t.Parallel()

@@ -46,12 +46,12 @@ import (
 
 // Times and sizes: what takes longer is reported as left, what is larger is cut.
 const (
-	keeperName, ctlFD = "cmd-keeper", 3                       // argv[0] and comm: kill by name must not hit belay and all keepers at once; the socketpair's end
-	wedged, endBound  = grace + time.Second, 10 * time.Second // until a keeper that ends its tree is killed itself; until a tree is given up
-	// Between TERM and KILL, of a command and of a released service; for the end of the output once the tree is gone;
-	// between two looks at a tree; from a keeper to its command (milliseconds, unless somebody stopped it or a directory
-	// hangs); one Read, Write or Edit; for belay to read what keepers have said.
-	grace, stopGrace, eofWait, pause, startBound, fileBound, lookAgain = 500 * time.Millisecond, 5 * time.Second, time.Second, 3 * time.Millisecond, 5 * time.Second, 30 * time.Second, 100 * time.Millisecond
+	keeperName, ctlFD = "cmd-keeper", 3 // argv[0] and comm: kill by name must not hit belay and all keepers at once; the socketpair's end
+	// Until a keeper that ends its tree is killed itself; until a tree is given up; between TERM and KILL, of a command and
+	// of a released service; for the end of the output once the tree is gone; between two looks at a tree; from a keeper to
+	// its command (milliseconds, unless somebody stopped it or a directory hangs); one Read, Write or Edit; for belay to
+	// read what keepers have said.
+	wedged, endBound, grace, stopGrace, eofWait, pause, startBound, fileBound, lookAgain = grace + time.Second, 10 * time.Second, 500 * time.Millisecond, 5 * time.Second, time.Second, 3 * time.Millisecond, 5 * time.Second, 30 * time.Second, 100 * time.Millisecond
 
 	// Bytes of a long output that are shown from its start and from its end, and kept in the scratch directory; of a
 	// file for Read and Edit; threads of a keeper.
@@ -150,12 +150,11 @@ func below(all []proc, root int, skip func(proc) bool) (out []proc) {
 func signalAll(list []proc, sigs ...os.Signal) (denied int) {
 	for _, p := range list {
 		h, _ := os.FindProcess(p.pid) // never fails on Linux
-		// Both are 0 of a child that /proc hides.
-		if q, _ := readProc(p.pid); q.start == p.start && p.pid > 1 {
-			for _, sig := range sigs {
-				if errors.Is(h.Signal(sig), unix.EPERM) {
-					denied++
-				}
+		q, _ := readProc(p.pid)
+		for _, sig := range sigs {
+			// Both starts are 0 of a child that /proc hides.
+			if q.start == p.start && p.pid > 1 && errors.Is(h.Signal(sig), unix.EPERM) {
+				denied++
 			}
 		}
 		h.Release()
@@ -649,8 +648,8 @@ func (c *confinement) filterCalls() error {
 		{is, 0, 4, unix.SYS_PRLIMIT64}, {load, 0, 0, args}, {is, 0, 1, 0}, {ret, 0, 0, unix.SECCOMP_RET_ALLOW}, {ret, 0, 0, deny}}
 	if c.ABI < 3 {
 		ops = append(ops, op{is, 0, 1, unix.SYS_TRUNCATE}, op{ret, 0, 0, deny}, op{is, 0, 1, unix.SYS_OPENAT2}, op{ret, 0, 0, nosys})
-		offsets := map[string]map[uint32]uint32{ // of the flags of each call that opens
-			"amd64": {openAMD64: args + 8, unix.SYS_OPENAT: args + 16}, "arm64": {unix.SYS_OPENAT: args + 16}}
+		// Of the flags of each call that opens.
+		offsets := map[string]map[uint32]uint32{"amd64": {openAMD64: args + 8, unix.SYS_OPENAT: args + 16}, "arm64": {unix.SYS_OPENAT: args + 16}}
 		for call, offset := range offsets[runtime.GOARCH] {
 			ops = append(ops, op{is, 0, 6, call}, op{load, 0, 0, offset}, op{and, 0, 0, unix.O_ACCMODE | unix.O_TRUNC}, op{is, 1, 0, unix.O_TRUNC},
 				op{is, 0, 1, unix.O_TRUNC | unix.O_ACCMODE}, op{ret, 0, 0, deny}, op{ret, 0, 0, unix.SECCOMP_RET_ALLOW}) // mode 3 is neither reading nor writing to Landlock
@@ -689,8 +688,7 @@ func newHost() (*host, error) {
 	self, _ := readProc(os.Getpid())
 	h := &host{pid: self.pid, foreign: map[int]bool{}, sessions: map[int]bool{}, keepers: map[int]*job{}}
 	for _, p := range append(below(processes(), h.pid, nil), append(children(), self)...) {
-		h.foreign[p.pid], h.sessions[p.sid] = true, true
-		h.newest = max(h.newest, p.start)
+		h.foreign[p.pid], h.sessions[p.sid], h.newest = true, true, max(h.newest, p.start)
 	}
 	return h, nil
 }
@@ -870,8 +868,8 @@ func (c *confinement) redirects(scratch string) (env []string) {
 			env = append(env, name+"="+scratch+"/cache/"+name)
 		}
 	}
-	text := fmt.Sprintf("[include]\n\tpath = %q\n\tpath = %q\n", home+"/.config/git/config", cmp.Or(os.Getenv("GIT_CONFIG_GLOBAL"), home+"/.gitconfig"))
-	os.WriteFile(scratch+"/gitconfig", []byte(text), 0o600) // on a full disk git can write nothing either
+	// On a full disk git can write nothing either.
+	os.WriteFile(scratch+"/gitconfig", fmt.Appendf(nil, "[include]\n\tpath = %q\n\tpath = %q\n", home+"/.config/git/config", cmp.Or(os.Getenv("GIT_CONFIG_GLOBAL"), home+"/.gitconfig")), 0o600)
 	return append(env, "GIT_CONFIG_GLOBAL="+scratch+"/gitconfig")
 }
 
@@ -1043,6 +1041,13 @@ func (t *jobs) endAll(order syscall.Signal, which func(*job) bool) string {
 // close removes the scratch directory; it is the last step.
 func (t *jobs) close() {
 	if t.scratch != nil {
+		// A directory that cannot be written, as those of Go's module cache, keeps what is in it. Links are not followed.
+		filepath.WalkDir(t.scratch.Name(), func(path string, e os.DirEntry, _ error) error {
+			if e != nil && e.IsDir() {
+				os.Chmod(path, 0o700)
+			}
+			return nil
+		})
 		os.RemoveAll(t.scratch.Name())
 		t.scratch.Close()
 	}
@@ -1153,8 +1158,7 @@ func (t *jobs) confirm(j *job) (receipt, error) {
 	select {
 	case pid := <-j.said:
 		if ok && pid == p.pid {
-			return receipt{TaskID: j.id, PID: j.pid, PGID: j.pid, StartTime: p.start, BootID: boot, PIDNS: ns,
-				Command: j.command, Workspace: t.opts.workspace, Log: j.log, At: time.Now().UTC().Format(time.RFC3339)}, nil
+			return receipt{TaskID: j.id, PID: j.pid, PGID: j.pid, StartTime: p.start, BootID: boot, PIDNS: ns, Command: j.command, Workspace: t.opts.workspace, Log: j.log, At: time.Now().UTC().Format(time.RFC3339)}, nil
 		}
 	case <-time.After(time.Second):
 	}
