@@ -54,11 +54,10 @@ const (
 	wedged, endBound, grace, stopGrace, eofWait, pause, startBound, fileBound, lookAgain = grace + time.Second, 10 * time.Second, 500 * time.Millisecond, 5 * time.Second, time.Second, 3 * time.Millisecond, 5 * time.Second, 30 * time.Second, 100 * time.Millisecond
 
 	// Bytes of a long output that are shown from its start and from its end, and kept in the scratch directory; of a
-	// file for Read and Edit; threads of a keeper.
-	headKeep, tailKeep, spillMax, fileMax, spareMax = 6000, 24000, 64 << 20, 64 << 20, 6
-	// One Read; bytes of one argument (MAX_ARG_STRLEN less the NUL, execve(2)); of a dead service's log in the error;
-	// thousandths of the memory that count as a command's own when it ends, and the most that can.
-	readLines, readBytes, commandMax, logTail, oomMore, oomMost = 2000, 50 << 10, 131071, 2000, 300, 1000
+	// file for Read and Edit; threads of a keeper; one Read; bytes of one argument (MAX_ARG_STRLEN less the NUL, execve(2));
+	// of a dead service's log in the error; thousandths of the memory that count as a command's own when it ends, and the
+	// most that can.
+	headKeep, tailKeep, spillMax, fileMax, spareMax, readLines, readBytes, commandMax, logTail, oomMore, oomMost = 6000, 24000, 64 << 20, 64 << 20, 6, 2000, 50 << 10, 131071, 2000, 300, 1000
 )
 
 // proc is one line of the process list. pid and start together name a process
@@ -868,8 +867,10 @@ func (c *confinement) redirects(scratch string) (env []string) {
 			env = append(env, name+"="+scratch+"/cache/"+name)
 		}
 	}
+	// As git reads a text, which knows fewer escapes than %q has: HOME may hold any bytes.
+	text := strings.NewReplacer(`\`, `\\`, `"`, `\"`, "\n", `\n`).Replace
 	// On a full disk git can write nothing either.
-	os.WriteFile(scratch+"/gitconfig", fmt.Appendf(nil, "[include]\n\tpath = %q\n\tpath = %q\n", home+"/.config/git/config", cmp.Or(os.Getenv("GIT_CONFIG_GLOBAL"), home+"/.gitconfig")), 0o600)
+	os.WriteFile(scratch+"/gitconfig", fmt.Appendf(nil, "[include]\n\tpath = \"%s\"\n\tpath = \"%s\"\n", text(home+"/.config/git/config"), text(cmp.Or(os.Getenv("GIT_CONFIG_GLOBAL"), home+"/.gitconfig"))), 0o600)
 	return append(env, "GIT_CONFIG_GLOBAL="+scratch+"/gitconfig")
 }
 

@@ -899,6 +899,25 @@ func TestWritableAndRedirections(t *testing.T) {
 	}
 }
 
+// The file that takes the place of the user's git configuration includes that one,
+// whatever the bytes of its name are; one that git cannot read ends every git command.
+func TestGitConfigurationOfAnyHome(t *testing.T) {
+	needLandlock(t)
+	if _, err := exec.LookPath("git"); err != nil {
+		t.Skip("no git here")
+	}
+	for _, name := range []string{"plain", "h\xfc", "soft\u00adhyphen", `a"b\c`, "a\nb\tc"} {
+		r := execRun(t, serve(t, bash("git config user.name"), say("done")), "--sandbox", "workspace-write", "--home", t.TempDir())
+		home := r.home + "/" + name
+		needNil(t, os.Mkdir(home, 0o755))
+		needNil(t, os.WriteFile(home+"/.gitconfig", []byte("[user]\n\tname = Me\n"), 0o644))
+		r.cmd.Env = append(r.cmd.Env, "HOME="+home)
+		if out := r.finish(0).one("tool_result")["output"]; out != "Me\nexit code 0" {
+			t.Errorf("HOME %q: %q", name, out)
+		}
+	}
+}
+
 // A leftover scratch directory is removed, what only looks like one is not.
 func TestOnlyScratchOfDeadRunsIsRemoved(t *testing.T) {
 	t.Parallel()
