@@ -870,7 +870,7 @@ func (c *confinement) redirects(scratch string) (env []string) {
 	// As git reads a text, which knows fewer escapes than %q has: HOME may hold any bytes.
 	text := strings.NewReplacer(`\`, `\\`, `"`, `\"`, "\n", `\n`).Replace
 	// On a full disk git can write nothing either.
-	os.WriteFile(scratch+"/gitconfig", fmt.Appendf(nil, "[include]\n\tpath = \"%s\"\n\tpath = \"%s\"\n", text(home+"/.config/git/config"), text(cmp.Or(os.Getenv("GIT_CONFIG_GLOBAL"), home+"/.gitconfig"))), 0o600)
+	os.WriteFile(scratch+"/gitconfig", fmt.Appendf(nil, "[include]\n\tpath = \"%s\"\n\tpath = \"%s\"\n", text(cmp.Or(os.Getenv("XDG_CONFIG_HOME"), home+"/.config")+"/git/config"), text(cmp.Or(os.Getenv("GIT_CONFIG_GLOBAL"), home+"/.gitconfig"))), 0o600)
 	return append(env, "GIT_CONFIG_GLOBAL="+scratch+"/gitconfig")
 }
 

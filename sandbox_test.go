@@ -916,6 +916,13 @@ func TestGitConfigurationOfAnyHome(t *testing.T) {
 			t.Errorf("HOME %q: %q", name, out)
 		}
 	}
+	r := execRun(t, serve(t, bash("git config user.name"), say("done")), "--sandbox", "workspace-write")
+	needNil(t, os.MkdirAll(r.home+"/xdg/git", 0o755))
+	needNil(t, os.WriteFile(r.home+"/xdg/git/config", []byte("[user]\n\tname = Me\n"), 0o644))
+	r.cmd.Env = append(r.cmd.Env, "XDG_CONFIG_HOME="+r.home+"/xdg")
+	if out := r.finish(0).one("tool_result")["output"]; out != "Me\nexit code 0" {
+		t.Errorf("XDG_CONFIG_HOME: %q", out)
+	}
 }
 
 // A leftover scratch directory is removed, what only looks like one is not.
