@@ -940,3 +940,43 @@ func TestManyCommandsLeaveNoGoroutine(t *testing.T) {
 		t.Errorf("%d keepers left in the table", n)
 	}
 }
+
+// failing starts the run under strace, which answers the calls that args choose
+// with an error. belay keeps the pid of the shell, $$.
+func (r *belayRun) failing(before, args string) *belayRun {
+	r.t.Helper()
+	if out, err := exec.Command("strace", "-D", "-qq", "-o", "/dev/null", "true").CombinedOutput(); err != nil {
+		r.t.Skipf("no strace that may trace: %v %s", err, out)
+	}
+	return r.through(before + ` exec strace -D -f -qq -o /dev/null ` + args + ` "$@"`)
+}
+
+// A process list that cannot be read, as where the system's file table is full, says
+// nothing: neither that belay has no children yet, nor that a service is gone.
+func TestProcessListThatCannotBeRead(t *testing.T) {
+	t.Parallel()
+	const full = " -e trace=openat -e inject=openat:error=ENFILE:when="
+	t.Run("at the start", func(t *testing.T) {
+		t.Parallel()
+		for _, path := range []string{"/proc/$$/stat", "/proc/$!/stat"} {
+			p := serve(t, bash("true"), say("done"))
+			r := execRun(t, p).failing("sleep 300 > /dev/null 2>&1 & echo $! > earlier;", "-P "+path+full+"1").finish(1)
+			pid := pidFile(t, r.workspace+"/earlier")
+			if q, ok := readProc(pid); !ok || q.dead() || p.count() != 0 || !strings.Contains(r.err.String(), "cannot list the processes in /proc") {
+				t.Errorf("%s: child %v, %d requests, stderr %q", path, q, p.count(), r.err.String())
+			}
+			syscall.Kill(pid, syscall.SIGKILL)
+		}
+	})
+	t.Run("services stop", func(t *testing.T) {
+		t.Parallel()
+		r := execRun(t, serve(t, calls("Bash", persist(serviceCommand)), say("up"))).finish(0)
+		e := r.one("service_released")
+		pid := int(e["pid"].(float64))
+		stopService(t, pid)
+		stop := prepare(t, nil, "--home", r.home+"/.belay", "services", "stop", e["task_id"].(string)).failing("", fmt.Sprintf("-P /proc/%d/stat", pid)+full+"1").finish(1)
+		if !alive(pid) || !strings.Contains(stop.err.String(), `its state is "unknown"`) {
+			t.Errorf("stdout %q, stderr %q", stop.out.String(), stop.err.String())
+		}
+	})
+}

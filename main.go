@@ -251,6 +251,6 @@ func receipts(home string) (all []receipt, err error) {
 func (r receipt) state() string {
 	p, ok := readProc(r.PID)
 	boot, ns := place()
-	return cmp.Or(keep("gone", r.BootID != boot && r.BootID != "" && boot != ""), keep("unknown", r.PIDNS != ns || r.BootID != boot), keep("pid reused", ok && p.start != r.StartTime),
+	return cmp.Or(keep("gone", r.BootID != boot && r.BootID != "" && boot != ""), keep("unknown", r.PIDNS != ns || r.BootID != boot || p.state == '?'), keep("pid reused", ok && p.start != r.StartTime),
 		keep("gone", !ok || p.dead()), "running")
 }

@@ -81,14 +81,15 @@ func (p proc) String() string {
 	return fmt.Sprintf("pid %d (uid %s, state %c)", p.pid, owner, cmp.Or(p.state, '?'))
 }
 
-// readProc parses /proc/PID/stat, false for a pid that is gone or hidden. The
+// readProc parses /proc/PID/stat, false for a pid that is gone or hidden. Any other
+// error, such as that of a full file table, tells neither: the state is then '?'. The
 // command name may hold blanks and ')', so fields count from the last ')'
 // (proc_pid_stat(5)).
 func readProc(pid int) (p proc, ok bool) {
-	b, _ := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
 	f := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+1:]))
 	if len(f) < 20 {
-		return p, false
+		return proc{state: map[bool]byte{false: '?'}[err == nil || errors.Is(err, os.ErrNotExist) || errors.Is(err, os.ErrPermission) || errors.Is(err, unix.ESRCH)]}, false
 	}
 	p.pid, p.state = pid, f[0][0]
 	p.ppid, _ = strconv.Atoi(f[1])
@@ -99,14 +100,19 @@ func readProc(pid int) (p proc, ok bool) {
 }
 
 // processes lists all processes. One that vanishes or is hidden is left out:
-// a cleanup must not stop because of it.
+// a cleanup must not stop because of it. Where one cannot be read, or /proc shows
+// nothing, who is there is not known, which must not pass for nobody: the list is
+// then one proc of the state '?'.
 func processes() (all []proc) {
-	entries, _ := os.ReadDir("/proc")
+	entries, err := os.ReadDir("/proc")
 	for _, e := range entries {
 		pid, _ := strconv.Atoi(e.Name())
-		if p, ok := readProc(pid); ok {
+		if p, ok := readProc(pid); ok || p.state == '?' {
 			all = append(all, p)
 		}
+	}
+	if err != nil || len(all) == 0 || slices.ContainsFunc(all, func(p proc) bool { return p.state == '?' }) {
+		return []proc{{state: '?'}}
 	}
 	return all
 }
@@ -684,12 +690,13 @@ func newHost() (*host, error) {
 	if err = cmp.Or(err, when(own != strconv.Itoa(os.Getpid()), errors.New("/proc is of another PID namespace")), beParent(), unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)); err != nil {
 		return nil, fmt.Errorf("cannot prepare the process, which needs /proc mounted to see and end what it starts: %w; see docs/runbook.md#environment", err)
 	}
-	self, _ := readProc(os.Getpid())
-	h := &host{pid: self.pid, foreign: map[int]bool{}, sessions: map[int]bool{}, keepers: map[int]*job{}}
-	for _, p := range append(below(processes(), h.pid, nil), append(children(), self)...) {
+	h, all := &host{pid: os.Getpid(), foreign: map[int]bool{}, sessions: map[int]bool{}, keepers: map[int]*job{}}, processes()
+	self, ok := readProc(h.pid)
+	for _, p := range append(below(all, h.pid, nil), append(children(), self)...) {
 		h.foreign[p.pid], h.sessions[p.sid], h.newest = true, true, max(h.newest, p.start)
 	}
-	return h, nil
+	// Without them an earlier child would be taken for an orphan.
+	return h, when(!ok || all[0].state == '?', errors.New("cannot list the processes in /proc, so what was there before could not be told from what is started: run it again; see docs/runbook.md#environment"))
 }
 
 // hold keeps everything alive while receipts are written, and for good once
@@ -714,8 +721,8 @@ func (h *host) orphans() (left []proc) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	all := processes()
-	if h.held || len(all) == 0 { // without descriptors /proc shows nothing: what is left is not known, which must not pass for none
-		return when(!h.held, []proc{{state: '?'}})
+	if h.held || all[0].state == '?' {
+		return when(!h.held, all)
 	}
 	skip := func(p proc) bool {
 		// While an earlier child is a zombie, neither its number nor that of its session is given again.
@@ -1016,10 +1023,7 @@ func (t *jobs) file(ctx context.Context, r *fileRequest) (string, error) {
 		t.all = append(t.all, j)
 		return "", fmt.Errorf("%s hangs, so that nothing is known of it", r.Path)
 	}
-	if j.last.Kind != "file" {
-		return "", errors.New(j.last.Text)
-	}
-	return j.last.Text, nil
+	return j.last.Text, map[bool]error{true: errors.New(j.last.Text)}[j.last.Kind != "file"]
 }
 
 // forget drops a finished job, so that a long run does not grow. One that could
@@ -1202,7 +1206,7 @@ func (r receipt) stop() (left string) {
 				}
 			}
 		}
-		return slices.DeleteFunc(all, func(p proc) bool { return p.dead() || !seen[[2]int{p.pid, int(p.start)}] })
+		return slices.DeleteFunc(all, func(p proc) bool { return p.dead() || p.state != '?' && !seen[[2]int{p.pid, int(p.start)}] })
 	}
 	signalAll(list(), unix.SIGTERM, unix.SIGCONT)
 	for end := time.Now().Add(stopGrace); len(list()) > 0 && time.Now().Before(end); time.Sleep(pause) {
