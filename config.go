@@ -18,6 +18,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 )
 
@@ -149,8 +150,7 @@ func loadConfig(args, env []string, cwd string) (*config, error) {
 // command's timeout is the Bash tool's clamp; weights may come from a slow disk; the first byte
 // of a frame's length is 0; a client has a queue of 4 MiB, a writable directory an open file.
 func (l *loader) schema() []*field {
-	const models = "BELAY_MODEL CODEWHALE_MODEL DEEPSEEK_MODEL OPENAI_MODEL"
-	const urls = "BELAY_BASE_URL CODEWHALE_BASE_URL DEEPSEEK_BASE_URL OPENAI_BASE_URL"
+	const models, urls = "BELAY_MODEL CODEWHALE_MODEL DEEPSEEK_MODEL OPENAI_MODEL", "BELAY_BASE_URL CODEWHALE_BASE_URL DEEPSEEK_BASE_URL OPENAI_BASE_URL"
 	const variable, printable, some = "[A-Za-z_][A-Za-z0-9_]*", `[^[:cntrl:]"]{1,200}`, `(.|\n)+` // no name is longer, a pasted file is
 	// Where belay was started says nothing to a daemon and its clients.
 	reads, deepseek, openai := in(envCommands, l.command), l.environ["DEEPSEEK_API_KEY"] != "", l.environ["OPENAI_API_KEY"] != ""
@@ -284,9 +284,9 @@ func typed(form, s string) any {
 func (l *loader) readFile() {
 	home := cmp.Or(l.home, l.path(cmp.Or(l.environ["BELAY_HOME"], "~/.belay")))
 	file := cmp.Or(l.conf, keep(l.path(l.environ["BELAY_CONFIG_PATH"]), in(envCommands, l.command)), keep(home+"/config.toml", home != ""))
-	// Any error: a home below a file (ENOTDIR) or one that another user owns (EACCES, common where
-	// a container runs with a foreign uid) holds no configuration that could be meant for us.
-	if _, err := os.Stat(file); err == nil || l.conf != "" {
+	// A home below a file (ENOTDIR) or one that another user owns (EACCES, common where a container
+	// runs with a foreign uid) holds no configuration that could be meant for us.
+	if _, err := os.Stat(file); l.conf != "" || !errors.Is(err, os.ErrNotExist) && !errors.Is(err, os.ErrPermission) && !errors.Is(err, syscall.ENOTDIR) {
 		data, err := os.ReadFile(file)
 		l.demand(err == nil, "%s: %v", cmp.Or(l.inForce[&l.conf].where, "reading the configuration"), err)
 		// The statements above a syntax error are checked as well, so that one run tells everything.

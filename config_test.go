@@ -430,6 +430,9 @@ func TestConfigFileIsFound(t *testing.T) {
 	wantUsage(t, nil, []string{"config", "--config", ""}, "--config: found")
 	wantUsage(t, []string{"BELAY_CONFIG_PATH=rel"}, []string{"config"}, "BELAY_CONFIG_PATH: found \"rel\", allowed an absolute path")
 	wantUsage(t, []string{"BELAY_CONFIG_PATH=~/x"}, []string{"config"}, "BELAY_CONFIG_PATH: found")
+	// What may be there and cannot be read may ask for a stricter sandbox.
+	needNil(t, os.Symlink("loop", dir+"/loop"))
+	wantUsage(t, []string{"BELAY_CONFIG_PATH=" + dir + "/loop"}, []string{"config"}, "reading the configuration: ", dir+"/loop: too many levels of symbolic links")
 	mustLoad(t, []string{"BELAY_CONFIG_PATH=" + dir + "/none"}, "config")
 	mustLoad(t, []string{"HOME=" + bad}, "config") // ENOTDIR: nothing is there
 	if c := mustLoad(t, []string{"HOME=" + dir, "BELAY_CONFIG_PATH=" + dir + "/none"}, "config"); strings.Contains(fmt.Sprint(c.values), "file:") {
