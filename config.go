@@ -475,9 +475,9 @@ func (l *loader) findServer(place string) {
 	if filepath.IsAbs(l.keyFrom) {
 		// Between the two calls the file may change; whoever can do that is us or root.
 		data, err := os.ReadFile(l.keyFrom)
-		l.demand(err == nil, "%s: %v", where, err)
-		info, missing := os.Stat(l.keyFrom)
-		l.demand(missing != nil || info.Mode().Perm()&0o077 == 0, "%s: found rights of group or others, allowed mode 0600", where)
+		info, statErr := os.Stat(l.keyFrom)
+		l.demand(cmp.Or(err, statErr) == nil, "%s: %v", where, cmp.Or(err, statErr))
+		l.demand(statErr != nil || info.Mode().Perm()&0o077 == 0, "%s: found rights of group or others, allowed mode 0600", where)
 		key = strings.TrimSpace(strings.SplitN(string(data), "\n", 2)[0])
 	}
 	// A control character would end the header line that carries the key.

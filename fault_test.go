@@ -980,3 +980,15 @@ func TestProcessListThatCannotBeRead(t *testing.T) {
 		}
 	})
 }
+
+// A key file whose mode cannot be asked for is not taken for a private one.
+func TestKeyFileOfUnknownMode(t *testing.T) {
+	t.Parallel()
+	r := prepare(t, nil)
+	file := writeConfig(t, r.home+"/key", "sk-secret", 0o644)
+	r.cmd.Args = append(r.cmd.Args, "--set", "infer.api_key_file="+file, "config")
+	r.failing("", "-P "+file+" -e trace=newfstatat -e inject=newfstatat:error=EIO").finish(2)
+	if text := r.err.String(); !strings.Contains(text, "infer.api_key_file: stat "+file+": input/output error") {
+		t.Errorf("stderr %q", text)
+	}
+}
