@@ -111,9 +111,9 @@ func claim(f *os.File, path string) error {
 // replaced the file, or moved the home, let another daemon in. An error that says
 // nothing of that, such as one of a network, is none.
 func (l *instanceLock) lost() bool {
-	ours, _ := l.file.Stat() // of an open file
+	ours, oursErr := l.file.Stat()
 	now, err := os.Lstat(lockPath(l.home))
-	return errors.Is(err, os.ErrNotExist) || err == nil && !os.SameFile(now, ours)
+	return errors.Is(err, os.ErrNotExist) || err == nil && oursErr == nil && !os.SameFile(now, ours)
 }
 
 // note rewrites the lock file's text in place, since a new file would be a new

@@ -513,6 +513,24 @@ func TestAReplacedLockFileIsNoLock(t *testing.T) {
 	}
 }
 
+// An error of our own descriptor, as a network file system gives, says nothing of
+// who has the lock.
+func TestAnErrorIsNoLostLock(t *testing.T) {
+	l, err := takeLock(shortHome(t), "loopd")
+	needNil(t, err)
+	lock := l.file
+	defer lock.Close()
+	l.file, err = os.Open(t.TempDir())
+	needNil(t, err)
+	if !l.lost() {
+		t.Error("another file: not lost")
+	}
+	l.file.Close()
+	if l.lost() {
+		t.Error("an error: lost")
+	}
+}
+
 func TestAForeignNoteIsQuotedAndCut(t *testing.T) {
 	home := shortHome(t)
 	l, err := takeLock(home, "loopd")
