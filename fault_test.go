@@ -941,14 +941,24 @@ func TestManyCommandsLeaveNoGoroutine(t *testing.T) {
 	}
 }
 
-// failing starts the run under strace, which answers the calls that args choose
-// with an error. belay keeps the pid of the shell, $$.
+// failing makes a command run under strace, behind a shell line, which answers the
+// calls that args choose with an error. The command keeps the pid of the shell, $$.
+func failing(t testing.TB, cmd *exec.Cmd, before, args string) {
+	t.Helper()
+	if os.Getuid() != 0 {
+		t.Skip("belay is not dumpable, so that root alone may look at the paths of its calls")
+	}
+	if out, err := exec.Command("strace", "-D", "-qq", "-o", "/dev/null", "true").CombinedOutput(); err != nil {
+		t.Skipf("no strace that may trace: %v %s", err, out)
+	}
+	cmd.Args = append([]string{"sh", "-c", before + ` exec strace -D -f -qq -o /dev/null ` + args + ` "$@"`, "sh", cmd.Path}, cmd.Args[1:]...)
+	cmd.Path = "/bin/sh"
+}
+
 func (r *belayRun) failing(before, args string) *belayRun {
 	r.t.Helper()
-	if out, err := exec.Command("strace", "-D", "-qq", "-o", "/dev/null", "true").CombinedOutput(); err != nil {
-		r.t.Skipf("no strace that may trace: %v %s", err, out)
-	}
-	return r.through(before + ` exec strace -D -f -qq -o /dev/null ` + args + ` "$@"`)
+	failing(r.t, r.cmd, before, args)
+	return r
 }
 
 // A process list that cannot be read, as where the system's file table is full, says

@@ -84,8 +84,7 @@ type journal struct {
 	messages          []json.RawMessage
 	running, answered bool     // the last turn has no end; the last message is a reply without calls
 	pending           []string // calls of the last reply that have no result
-	started           string   // the one of them that began
-	stop              string   // how the last turn ended
+	started, stop     string   // the one of them that began; how the last turn ended
 }
 
 // openStore makes and opens the sessions directory of a home, as private as the
@@ -136,12 +135,14 @@ func openSession(root *os.Root, id string, resume bool, model, workspace string)
 			err = j.read()
 		}
 	}
-	if err == nil && !resume && j.turn > 0 {
-		err = errExists
-	}
+	err = cmp.Or(err, map[bool]error{true: errExists}[!resume && j.turn > 0])
 	if err == nil && j.next == 0 {
-		// Without the synced directories a power cut could take the new names with the synced bytes.
-		err = cmp.Or(j.add(record{Type: recSession, Format: journalFormat, Session: id, Model: model, Workspace: workspace}), syncDir(root, id), syncDir(root, "."))
+		err = j.add(record{Type: recSession, Format: journalFormat, Session: id, Model: model, Workspace: workspace})
+	}
+	if err == nil && j.turn == 0 {
+		// Without the synced directories a power cut could take the new names with the synced bytes. Not with the
+		// first record alone: behind it whoever made the session may have been killed, or have got an error.
+		err = cmp.Or(syncDir(root, id), syncDir(root, "."))
 	}
 	if err == nil && j.running {
 		err = j.endTurn("interrupted", "the daemon was stopped")

@@ -1930,3 +1930,17 @@ func TestADiskThatFailsIsTold(t *testing.T) {
 	needNil(t, exec.Command("chattr", "-i", journal).Run())
 	w.send(2, aTurn("s", "y", true)).want(2, "resultend")
 }
+
+// A turn is told of only when the names of its session are on disk, too: an error of
+// that is one of the next try as well.
+func TestNamesThatCannotBeSynced(t *testing.T) {
+	f := newFakeLlama(t)
+	for _, dir := range []string{"sessions", "sessions/s"} {
+		d := loopd(t, f.home(""))
+		failing(t, d.cmd, "", "-P "+filepath.Join(d.home, dir)+" -e trace=fsync -e inject=fsync:error=EIO")
+		w := d.serving().dial()
+		w.send(1, aTurn("s", "x", false)).want(1, "errorstorage_error")
+		w.send(2, aTurn("s", "x", false)).want(2, "errorstorage_error")
+		w.send(3, aTurn("s", "x", true)).want(3, "errorstorage_error")
+	}
+}
