@@ -1002,3 +1002,17 @@ func TestKeyFileOfUnknownMode(t *testing.T) {
 		t.Errorf("stderr %q", text)
 	}
 }
+
+// A file whose mode and owner cannot be asked for is not replaced by one of others.
+func TestWriteToAFileOfUnknownMode(t *testing.T) {
+	t.Parallel()
+	r := execRun(t, serve(t, calls("Write", map[string]any{"path": "f", "content": "new"}), calls("Write", map[string]any{"path": "g", "content": "new"}), say("done")))
+	file := writeConfig(t, r.workspace+"/f", "old", 0o700)
+	// The first look is the one for links.
+	r.failing("", "-P "+file+" -e trace=newfstatat -e inject=newfstatat:error=EIO:when=2").finish(0)
+	first, second := r.events("tool_result")[0], r.events("tool_result")[1]
+	b, _ := os.ReadFile(file)
+	if fi, err := os.Stat(file); err != nil || fi.Mode() != 0o700 || string(b) != "old" || first["status"] != "error" || second["status"] != "success" {
+		t.Errorf("%v of mode %v: %q, %v %v", err, fi.Mode(), b, first, second)
+	}
+}

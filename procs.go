@@ -458,7 +458,8 @@ func replaceFile(path string, data []byte) error {
 	defer os.Remove(temp) // ENOENT once it was renamed
 	defer f.Close()
 	_, err = f.Write(data)
-	if old, statErr := os.Lstat(path); statErr == nil {
+	old, statErr := os.Lstat(path)
+	if statErr == nil {
 		if owner := old.Sys().(*syscall.Stat_t); os.Geteuid() == 0 {
 			err = cmp.Or(err, f.Chown(int(owner.Uid), int(owner.Gid)))
 		}
@@ -466,7 +467,8 @@ func replaceFile(path string, data []byte) error {
 			err = fmt.Errorf("%s is no regular file", path)
 		}
 	}
-	if err = cmp.Or(err, f.Sync()); err == nil {
+	// Without mode and owner of what is there they would be lost.
+	if err = cmp.Or(err, map[bool]error{false: statErr}[errors.Is(statErr, os.ErrNotExist)], f.Sync()); err == nil {
 		err = os.Rename(temp, path)
 	}
 	dir, _ := os.Open(filepath.Dir(path))
