@@ -735,7 +735,7 @@ func (a *agent) begin(session string) (notices []string) {
 		"Workspace: %s\nPlatform: linux/%s\nDate: %s\n", cfg.workspace, runtime.GOARCH, time.Now().Format(time.DateOnly))
 	notices = []string{cfg.keyNote, keep("no tools are offered: --auto before the prompt lets the model run commands", t == nil)}
 	if t != nil {
-		notices = append(notices, keep("no scratch directory can be written ($TMPDIR, /tmp, /dev/shm): long outputs are not kept", t.scratch == nil))
+		notices = append(notices, keep("no scratch directory can be written and locked ($TMPDIR, /tmp, /dev/shm): long outputs are not kept", t.scratch == nil))
 		if t.confine != nil {
 			text += fmt.Sprintf("Sandbox: %s; what can be written: %s. Network: %v.\n", cfg.sandbox, strings.Join(t.confine.Write, " "), cfg.network)
 			notices = append(notices, t.confine.lacks())

@@ -1016,3 +1016,13 @@ func TestWriteToAFileOfUnknownMode(t *testing.T) {
 		t.Errorf("%v of mode %v: %q, %v %v", err, fi.Mode(), b, first, second)
 	}
 }
+
+// Where a file system has no locks nothing is left of the try to use it for scratch.
+func TestScratchWithoutLocks(t *testing.T) {
+	t.Parallel()
+	r := execRun(t, serve(t, bash("ls $TMPDIR"), say("done"))).failing("mkdir tmp; TMPDIR=$PWD/tmp", "-e trace=flock -e inject=flock:error=ENOLCK").finish(0)
+	left, err := os.ReadDir(r.workspace + "/tmp")
+	if err != nil || len(left) != 0 || len(r.events("notice")) != 1 {
+		t.Errorf("%v: left %v, notices %v", err, left, r.events("notice"))
+	}
+}

@@ -618,8 +618,7 @@ func (c *confinement) landlock() error {
 // With no_new_privs an exec cannot bring the others back (capabilities(7)).
 func dropCapabilities() error {
 	const keep = 1<<unix.CAP_CHOWN | 1<<unix.CAP_DAC_OVERRIDE | 1<<unix.CAP_FOWNER | 1<<unix.CAP_FSETID | 1<<unix.CAP_KILL
-	head := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-	var data [2]unix.CapUserData // all kept ones are in the first word
+	head, data := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}, [2]unix.CapUserData{} // all kept ones are in the first word
 	// capget(2) of this thread.
 	err := unix.Capget(&head, &data[0])
 	data = [2]unix.CapUserData{{Effective: data[0].Permitted & keep, Permitted: data[0].Permitted & keep}}
@@ -827,7 +826,7 @@ func makeScratch(tmp string) *os.File {
 		if !filepath.IsAbs(parent) || !utf8.ValidString(parent) || os.Mkdir(path, 0o700) != nil {
 			continue
 		}
-		ours := lockDir(path) // nil: another run that starts now took it for a leftover
+		ours := lockDir(path) // nil: another run that starts now took it for a leftover, or there are no locks here
 		// Not belay-projects, which is somebody's work.
 		old, _ := filepath.Glob(filepath.Join(parent, "belay-"+strings.Repeat("[0-9a-f]", 8)))
 		for _, path := range old {
@@ -839,6 +838,7 @@ func makeScratch(tmp string) *os.File {
 		if ours != nil {
 			return ours
 		}
+		os.Remove(path)
 	}
 	return nil
 }
