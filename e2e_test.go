@@ -50,8 +50,8 @@ func TestMain(m *testing.M) {
 	case len(os.Args) > 2 && os.Args[1] == "attack":
 		attack(os.Args[2:])
 		os.Exit(0)
-	case len(os.Args) > 3 && os.Args[1] == "without-landlock":
-		withoutLandlock(os.Args[2], os.Args[3:])
+	case len(os.Args) > 4 && os.Args[1] == "without-call":
+		withoutCall(os.Args[2], os.Args[3], os.Args[4:])
 		os.Exit(1)
 	}
 	// Of programs that other users start: theirs to read, unlike t.TempDir.

@@ -496,11 +496,13 @@ func planSandbox(o jobOptions, abi int) (*confinement, error) {
 		c.grant(append([]string{workspace}, o.writable...)...)
 		c.grant(c.gitCommon(workspace))
 	}
-	switch {
+	// seccomp(2) without a filter does nothing. EFAULT is normal: one would be taken. EINVAL: not built in; EPERM or
+	// ENOSYS: filtered by the container.
+	switch _, _, e := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, 0, 0); {
 	case abi < 2:
 		why = fmt.Sprintf("it needs Landlock ABI 2 (Linux 5.19), this kernel offers %d", abi)
-	case seccompArch() == 0:
-		why = "its system call filter knows amd64 and arm64, this is " + runtime.GOARCH
+	case seccompArch() == 0 || e != unix.EFAULT:
+		why = fmt.Sprintf("it needs system call filters on amd64 or arm64, this is %s, where seccomp says: %v", runtime.GOARCH, e)
 	case c.grants("/") || o.home != "" && c.grants(o.home):
 		why = fmt.Sprintf("workspace %s or another writable directory is / or holds belay's home %s, so that commands could write the next run's configuration: take another --workspace or --home", o.workspace, o.home)
 	}

@@ -767,14 +767,14 @@ func TestFileToolsAgainstASwappedDirectory(t *testing.T) {
 	}
 }
 
-// withoutLandlock becomes a program on a kernel that answers the first call of
-// Landlock with an errno.
-func withoutLandlock(errno string, args []string) {
+// withoutCall becomes a program on a kernel that answers a system call with an errno.
+func withoutCall(number, errno string, args []string) {
 	runtime.LockOSThread()
+	call, _ := strconv.Atoi(number)
 	n, _ := strconv.Atoi(errno)
 	filter := []unix.SockFilter{
 		{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: 0}, // the number of the call
-		{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: unix.SYS_LANDLOCK_CREATE_RULESET, Jf: 1},
+		{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, K: uint32(call), Jf: 1},
 		{Code: unix.BPF_RET | unix.BPF_K, K: unix.SECCOMP_RET_ERRNO | uint32(n)},
 		{Code: unix.BPF_RET | unix.BPF_K, K: unix.SECCOMP_RET_ALLOW},
 	}
@@ -786,14 +786,25 @@ func withoutLandlock(errno string, args []string) {
 	if err == nil {
 		err = unix.Exec(args[0], args, os.Environ())
 	}
-	fmt.Println("without-landlock:", err)
+	fmt.Println("without-call:", err)
 }
 
-// A kernel or container without Landlock: refused before any request, with the
-// way out; and where no sandbox was asked for, nothing is refused.
+// A kernel or container without Landlock or seccomp: refused before any request,
+// with the way out; and where no sandbox was asked for, nothing is refused.
 func TestKernelWithoutLandlock(t *testing.T) {
 	t.Parallel()
-	for _, errno := range []syscall.Errno{unix.ENOSYS, unix.EOPNOTSUPP, unix.EPERM} {
+	landlock, seccomp := "it needs Landlock ABI 2 (Linux 5.19), this kernel offers 0", "it needs system call filters on amd64 or arm64, this is "+runtime.GOARCH+", where seccomp says: "
+	for _, f := range []struct {
+		call  int
+		errno syscall.Errno
+		words string
+	}{
+		{unix.SYS_LANDLOCK_CREATE_RULESET, unix.ENOSYS, landlock}, {unix.SYS_LANDLOCK_CREATE_RULESET, unix.EOPNOTSUPP, landlock}, {unix.SYS_LANDLOCK_CREATE_RULESET, unix.EPERM, landlock},
+		{unix.SYS_SECCOMP, unix.ENOSYS, seccomp + "function not implemented"}, {unix.SYS_SECCOMP, unix.EINVAL, seccomp + "invalid argument"}, {unix.SYS_SECCOMP, unix.EPERM, seccomp + "operation not permitted"},
+	} {
+		if f.call == unix.SYS_SECCOMP && landlockABI() < 2 {
+			continue
+		}
 		for _, c := range []struct {
 			args []string
 			code int
@@ -806,16 +817,16 @@ func TestKernelWithoutLandlock(t *testing.T) {
 		} {
 			p := serve(t, say("done"))
 			r := prepare(t, []string{"BELAY_BASE_URL=" + p.URL, "BELAY_MODEL=m"}, append(c.args, "do it")...)
-			r.cmd.Args = append([]string{"attacker", "without-landlock", strconv.Itoa(int(errno)), r.cmd.Path}, r.cmd.Args[1:]...)
+			r.cmd.Args = append([]string{"attacker", "without-call", strconv.Itoa(f.call), strconv.Itoa(int(f.errno)), r.cmd.Path}, r.cmd.Args[1:]...)
 			r.cmd.Path = attackerBinary(t)
 			r.finish(c.code)
 			if c.code == 0 {
 				continue
 			}
 			text := r.err.String()
-			if p.count() != 0 || r.out.Len() != 0 || !strings.Contains(text, "refused: it needs Landlock ABI 2 (Linux 5.19), this kernel offers 0") ||
+			if p.count() != 0 || r.out.Len() != 0 || !strings.Contains(text, "refused: "+f.words) ||
 				!strings.Contains(text, "if the container is your sandbox: belay exec --sandbox external-sandbox …") {
-				t.Errorf("%v %v: %d requests, stdout %q, stderr %q", errno, c.args, p.count(), r.out.String(), text)
+				t.Errorf("%v %v %v: %d requests, stdout %q, stderr %q", f.call, f.errno, c.args, p.count(), r.out.String(), text)
 			}
 		}
 	}
