@@ -762,14 +762,14 @@ func agentsFile(workspace string) (text, notice string) {
 	}
 	defer f.Close() // of nil, as Stat, it is an error
 	var b []byte
-	if fi, err := f.Stat(); err == nil && fi.Mode().IsRegular() {
-		b, _ = io.ReadAll(io.LimitReader(f, agentsMax+1))
+	if fi, statErr := f.Stat(); statErr == nil && fi.Mode().IsRegular() {
+		b, err = io.ReadAll(io.LimitReader(f, agentsMax+1))
 	}
 	switch {
 	case len(b) > agentsMax:
 		b, notice = b[:agentsMax], fmt.Sprintf("AGENTS.md is longer than %d bytes: cut there", agentsMax)
-	case len(b) == 0 && !errors.Is(err, os.ErrNotExist):
-		notice = "AGENTS.md cannot be read, is empty or is no regular file of the workspace"
+	case (len(b) == 0 || err != nil) && !errors.Is(err, os.ErrNotExist): // what is missing of a part may be what forbids
+		b, notice = nil, "AGENTS.md cannot be read, is empty or is no regular file of the workspace"
 	}
 	return strings.ToValidUTF8(string(b), "\uFFFD"), notice
 }

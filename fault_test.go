@@ -1026,3 +1026,15 @@ func TestScratchWithoutLocks(t *testing.T) {
 		t.Errorf("%v: left %v, notices %v", err, left, r.events("notice"))
 	}
 }
+
+// Of an AGENTS.md that cannot be read to its end no part is sent, and that is said.
+func TestAgentsFileThatBreaksOff(t *testing.T) {
+	t.Parallel()
+	p := serve(t, say("done"))
+	r := execRun(t, p)
+	file := writeConfig(t, r.workspace+"/AGENTS.md", strings.Repeat("Do this.\n", 500)+"Never do that.\n", 0o644)
+	r.failing("", "-P "+file+" -e trace=read -e inject=read:error=EIO:when=2").finish(0)
+	if text := system(p); strings.Contains(text, "Do this.") || !strings.Contains(fmt.Sprint(r.events("notice")), "AGENTS.md cannot be read") {
+		t.Errorf("notices %v, system prompt %q", r.events("notice"), text)
+	}
+}
