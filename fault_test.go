@@ -1038,3 +1038,18 @@ func TestAgentsFileThatBreaksOff(t *testing.T) {
 		t.Errorf("notices %v, system prompt %q", r.events("notice"), text)
 	}
 }
+
+// Where poll(2) gives an error a run neither waits for stdout for ever nor says that
+// nobody takes its receipts.
+func TestStdoutThatCannotBeAskedFor(t *testing.T) {
+	t.Parallel()
+	for _, persistent := range []bool{false, true} {
+		r := execRun(t, serve(t, calls("Bash", map[string]any{"command": serviceCommand, "background": true, "persist": persistent}), say("done")))
+		r.cmd.Args = append([]string{"attacker", "without-call", strconv.Itoa(unix.SYS_PPOLL), strconv.Itoa(int(unix.ENOMEM)), r.cmd.Path}, r.cmd.Args[1:]...)
+		r.cmd.Path = attackerBinary(t)
+		r.finish(0)
+		for _, e := range r.events("service_released") {
+			stopService(t, int(e["pid"].(float64)))
+		}
+	}
+}

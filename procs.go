@@ -749,9 +749,9 @@ func (h *host) orphans() (left []proc) {
 func pollFD(fd int, events int16, wait time.Duration) int16 {
 	fds := []unix.PollFd{{Fd: int32(fd), Events: events}}
 	for end := time.Now().Add(wait); ; {
-		// poll(2): EINTR is normal.
+		// poll(2): EINTR is normal. What cannot be asked, as without memory, is taken as one hopes: the write shows it.
 		if _, err := unix.Poll(fds, int(max(0, time.Until(end).Milliseconds()))); err != unix.EINTR {
-			return fds[0].Revents
+			return map[bool]int16{true: fds[0].Revents, false: events}[err == nil]
 		}
 	}
 }
