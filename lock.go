@@ -176,13 +176,13 @@ func (l *instanceLock) release() {
 // already; this holds where somebody opened them. Commands that we run have our
 // uid and pass.
 func peerAllowed(c *net.UnixConn) bool {
-	var cred *unix.Ucred
-	if raw, err := c.SyscallConn(); err == nil {
+	cred, err := (*unix.Ucred)(nil), net.ErrClosed // until the kernel was asked
+	if raw, rawErr := c.SyscallConn(); rawErr == nil {
 		// getsockopt(2) SO_PEERCRED: the kernel's word on who connected, at that time.
-		// No errno is normal on a unix socket; a crash leaves nothing.
-		_ = raw.Control(func(fd uintptr) { cred, _ = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
+		// No errno is normal on a unix socket, and with one the answer is uid 0; a crash leaves nothing.
+		_ = raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
 	}
-	return cred != nil && (cred.Uid == 0 || int(cred.Uid) == os.Geteuid())
+	return err == nil && (cred.Uid == 0 || int(cred.Uid) == os.Geteuid())
 }
 
 // flockFile takes the exclusive flock of an open file, or gives errHeld after

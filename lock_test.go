@@ -573,6 +573,27 @@ func TestAPeerOfAnotherUserIsRefused(t *testing.T) {
 	}
 }
 
+// Where the kernel does not say who connects nobody is taken for the user, or for root.
+func TestAPeerOfUnknownUserIsRefused(t *testing.T) {
+	d := loopd(t, newFakeLlama(t).home(""))
+	failing(t, d.cmd, "", "-e trace=getsockopt -e inject=getsockopt:error=EPERM")
+	d.start()
+	var sock net.Conn
+	until(t, "the daemon takes connections", deadline, func() bool {
+		c, err := net.Dial("unix", d.socket())
+		sock = c
+		return err == nil
+	})
+	defer sock.Close()
+	ping, err := encodeFrame(clientFrame, 1, true, &wireRequest{Type: "ping"})
+	needNil(t, err)
+	sock.Write(ping) // it may be closed already
+	e, err := readFrame(sock, clientFrame, func() {})
+	if err != nil || !strings.Contains(string(e.Msg), string(codePermissionDenied)) {
+		t.Errorf("%v, got %s", err, e.Msg)
+	}
+}
+
 func TestErrnoText(t *testing.T) {
 	for errno, want := range map[syscall.Errno]string{
 		syscall.EPERM: "Operation not permitted (os error 1)", syscall.ENOENT: "No such file or directory (os error 2)",
