@@ -376,7 +376,7 @@ func beParent() error {
 		}
 	}
 	// prctl(2): the orphans of a tree, or of a killed keeper, become our children.
-	return cmp.Or(err, unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+	return cmp.Or(err, os.NewSyscallError("prctl PR_SET_CHILD_SUBREAPER", unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)))
 }
 
 // fileRequest is one Read, Write or Edit. Its keeper is confined as for Bash,
@@ -578,9 +578,9 @@ func (c *confinement) apply() error {
 	return cmp.Or(
 		// prctl(2): this thread alone is confined. A command that could trace us (as it may trace what it started)
 		// would write the code of our other threads, or take the control socket. The exec gives it a new memory image.
-		unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0),
+		os.NewSyscallError("prctl PR_SET_DUMPABLE", unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)),
 		// prctl(2): what follows needs it without privileges, and it ends setuid programs.
-		unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
+		os.NewSyscallError("prctl PR_SET_NO_NEW_PRIVS", unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)),
 		c.landlock(), dropCapabilities(), c.filterCalls())
 }
 
@@ -622,10 +622,10 @@ func dropCapabilities() error {
 	const keep = 1<<unix.CAP_CHOWN | 1<<unix.CAP_DAC_OVERRIDE | 1<<unix.CAP_FOWNER | 1<<unix.CAP_FSETID | 1<<unix.CAP_KILL
 	head, data := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}, [2]unix.CapUserData{} // all kept ones are in the first word
 	// capget(2) of this thread.
-	err := unix.Capget(&head, &data[0])
+	err := os.NewSyscallError("capget", unix.Capget(&head, &data[0]))
 	data = [2]unix.CapUserData{{Effective: data[0].Permitted & keep, Permitted: data[0].Permitted & keep}}
 	// capset(2) of this thread; lowering is always allowed.
-	return cmp.Or(err, unix.Capset(&head, &data[0]))
+	return cmp.Or(err, os.NewSyscallError("capset", unix.Capset(&head, &data[0])))
 }
 
 // seccompArch is 0 where the filter is not written for the processor.
@@ -690,7 +690,7 @@ func newHost() (*host, error) {
 	// In a PID namespace of our own without a /proc of its own (unshare -p -f), pids there are those of other processes.
 	own, err := os.Readlink("/proc/self")
 	// prctl(2): the key in our environment and memory is not for commands, which run as the same user.
-	if err = cmp.Or(err, when(own != strconv.Itoa(os.Getpid()), errors.New("/proc is of another PID namespace")), beParent(), unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)); err != nil {
+	if err = cmp.Or(err, when(own != strconv.Itoa(os.Getpid()), errors.New("/proc is of another PID namespace")), beParent(), os.NewSyscallError("prctl PR_SET_DUMPABLE", unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0))); err != nil {
 		return nil, fmt.Errorf("cannot prepare the process, which needs /proc mounted to see and end what it starts: %w; see docs/runbook.md#environment", err)
 	}
 	h, all := &host{pid: os.Getpid(), foreign: map[int]bool{}, sessions: map[int]bool{}, keepers: map[int]*job{}}, processes()

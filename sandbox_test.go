@@ -832,6 +832,25 @@ func TestKernelWithoutLandlock(t *testing.T) {
 	}
 }
 
+// A container that refuses a call that belay or its sandbox cannot do without is told
+// which one, and nothing is run.
+func TestRefusedCallIsNamed(t *testing.T) {
+	t.Parallel()
+	needLandlock(t)
+	for call, want := range map[int]string{
+		unix.SYS_PRCTL: "prctl PR_SET_CHILD_SUBREAPER: operation not permitted", unix.SYS_CAPGET: "capget: operation not permitted", unix.SYS_CAPSET: "capset: operation not permitted",
+		unix.SYS_LANDLOCK_RESTRICT_SELF: "landlock: operation not permitted", unix.SYS_SOCKETPAIR: "socketpair: operation not permitted",
+	} {
+		r := prepare(t, []string{"BELAY_BASE_URL=" + serve(t, bash("touch ran"), say("done")).URL, "BELAY_MODEL=m"}, "exec", "--auto", "--output-format", "stream-json", "do it")
+		r.cmd.Args = append([]string{"attacker", "without-call", strconv.Itoa(call), strconv.Itoa(int(unix.EPERM)), r.cmd.Path}, r.cmd.Args[1:]...)
+		r.cmd.Path = attackerBinary(t)
+		r.finish(map[bool]int{true: 1}[call == unix.SYS_PRCTL])
+		if _, err := os.Stat(r.workspace + "/ran"); err == nil || !strings.Contains(r.out.String()+r.err.String(), want) {
+			t.Errorf("%s: %v, stdout %q, stderr %q", want, err, r.out.String(), r.err.String())
+		}
+	}
+}
+
 // What people do in a workspace works in the sandbox.
 func TestToolsWorkInsideTheSandbox(t *testing.T) {
 	needLandlock(t)
