@@ -1053,3 +1053,17 @@ func TestStdoutThatCannotBeAskedFor(t *testing.T) {
 		}
 	}
 }
+
+// A FIFO in place of the list of receipts holds neither the run nor who looks at it.
+func TestListOfReceiptsThatIsAFIFO(t *testing.T) {
+	t.Parallel()
+	r := execRun(t, serve(t, calls("Bash", persist("mkfifo $HOME/.belay/services/released.jsonl; exec sleep 600")), bash("until test -p $HOME/.belay/services/released.jsonl; do sleep 0.02; done"), say("up"))).finish(0)
+	stopService(t, int(r.one("service_released")["pid"].(float64)))
+	if said := fmt.Sprint(r.events("notice")); !strings.Contains(said, "the release is not recorded") {
+		t.Errorf("notices %s", said)
+	}
+	list := prepare(t, nil, "--home", r.home+"/.belay", "services").finish(1)
+	if !strings.Contains(list.err.String(), "released.jsonl is no regular file") {
+		t.Errorf("stdout %q, stderr %q", list.out.String(), list.err.String())
+	}
+}

@@ -233,7 +233,7 @@ func services(cfg *config, stdout *bufio.Writer) (code int, err error) {
 // is skipped, and not the next one, which then begins in its line: inside of a
 // record these characters cannot stand, since JSON escapes the quotes.
 func receipts(home string) (all []receipt, err error) {
-	b, err := os.ReadFile(filepath.Join(home, "services", "released.jsonl"))
+	b, err := readRegular(filepath.Join(home, "services", "released.jsonl"))
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}

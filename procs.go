@@ -1188,7 +1188,8 @@ func recordRelease(home string, receipts []receipt) error {
 	if home == "" || b.Len() == 0 {
 		return nil
 	}
-	f, err := os.OpenFile(filepath.Join(home, "services", "released.jsonl"), os.O_WRONLY|os.O_CREATE|os.O_APPEND|unix.O_NOFOLLOW, 0o600)
+	// O_NONBLOCK: a FIFO that a command put there would hold the run, and no signal would end it.
+	f, err := os.OpenFile(filepath.Join(home, "services", "released.jsonl"), os.O_WRONLY|os.O_CREATE|os.O_APPEND|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
 	_, writeErr := f.Write(b.Bytes()) // without the file an error too, as Sync and Close give then
 	return cmp.Or(err, writeErr, f.Sync(), f.Close())
 }
