@@ -539,7 +539,7 @@ func (c *confinement) lacks() string {
 // in return, from where no command can write (gitrepository-layout(5)).
 func (c *confinement) gitCommon(workspace string) string {
 	named := func(file, prefix string) string { // the path in a file of one line, the root for another text
-		b, _ := os.ReadFile(file)
+		b, _ := readRegular(file) // a command may have put a FIFO there
 		path, ok := strings.CutPrefix(strings.TrimSpace(string(b)), prefix)
 		path = filepath.Join(when(!filepath.IsAbs(path), filepath.Dir(file)), path)
 		return realPath(cmp.Or(when(ok, path), "/"))

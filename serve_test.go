@@ -1944,3 +1944,20 @@ func TestNamesThatCannotBeSynced(t *testing.T) {
 		w.send(3, aTurn("s", "x", true)).want(3, "errorstorage_error")
 	}
 }
+
+// A command that puts a FIFO in place of .git holds up neither the next turn, which
+// looks there for the repository of a worktree, nor the end.
+func TestAFIFOInPlaceOfGitHoldsNobody(t *testing.T) {
+	needLandlock(t)
+	f := newFakeLlama(t)
+	f.turn = func(n int, _ map[string]any) any {
+		return []any{bash("mkfifo .git; ls -l .git"), say("one"), say("two")}[min(n, 2)]
+	}
+	d := loopd(t, f.home(""), "--workspace", t.TempDir()).serving()
+	w := d.dial()
+	w.send(1, aTurn("s", "x", false)).want(1, "resultend")
+	w.send(2, aTurn("s", "x", true)).want(2, "resultend")
+	if b := fmt.Sprint(f.body(1)); !strings.Contains(b, "prw") {
+		t.Errorf("no FIFO: %s", b)
+	}
+}
