@@ -73,11 +73,12 @@ type rule struct {
 	words  string
 }
 
-// breach gives the first broken rule. said, if any, is quoted from the answer.
-func breach(what, said string, rules ...rule) *wireError {
+// breach gives the first broken rule. said, if any, is quoted from the answer,
+// which may repeat the key.
+func (u *upstream) breach(what, said string, rules ...rule) *wireError {
 	for _, r := range rules {
 		if r.broken {
-			return pointing(codeNotReady, r.anchor, fmt.Sprintf("%s: %s%s", what, r.words, keep(fmt.Sprintf("; it said %.*q", saidMax, said), said != "")))
+			return pointing(codeNotReady, r.anchor, fmt.Sprintf("%s: %s%s", what, r.words, keep(fmt.Sprintf("; it said %.*q", saidMax, u.clean(said)), said != "")))
 		}
 	}
 	return nil
@@ -144,7 +145,7 @@ func (u *upstream) ask(ctx context.Context, path string, body []byte) (status in
 		said, err = io.ReadAll(io.LimitReader(resp.Body, propsMax))
 	}
 	if err != nil {
-		bad = breach(method+" "+path+" at "+cmp.Or(u.socket, root), "", rule{"server-unreachable", true, errnoText(err)})
+		bad = u.breach(method+" "+path+" at "+cmp.Or(u.socket, root), "", rule{"server-unreachable", true, u.clean(errnoText(err))})
 	}
 	return status, said, bad
 }
@@ -157,7 +158,7 @@ func (u *upstream) props(ctx context.Context) (p serverProps, bad *wireError) {
 		return p, bad
 	}
 	_ = json.Unmarshal(said, &p) // what is missing or of another type is told below
-	bad = breach(fmt.Sprintf("GET /props: status %d, expected 200", status), string(said),
+	bad = u.breach(fmt.Sprintf("GET /props: status %d, expected 200", status), string(said),
 		rule{"server-auth", status == 401 || status == 403, "set infer.api_key_env or infer.api_key_file"},
 		rule{"server-loading", status == 503, "the server is loading its model"},
 		rule{"server-router", p.Role == "router", "role router, expected none: start llama-server with one model"},
@@ -171,7 +172,7 @@ func (u *upstream) props(ctx context.Context) (p serverProps, bad *wireError) {
 	}
 	near := slices.Contains([]string{templateSum(p.Template + "\n"), templateSum(strings.TrimSuffix(p.Template, "\n"))}, cfg.expectTemplate)
 	const form = "is %v, the configuration expects %v"
-	return p, breach("GET /props", "",
+	return p, u.breach("GET /props", "",
 		rule{"template-mismatch", sum != cfg.expectTemplate, fmt.Sprintf("the chat template's sha256 "+form+"%s; the server's template is in %s",
 			sum, cfg.expectTemplate, keep(", which differs only in the last newline", near), path)},
 		rule{"n-ctx-mismatch", p.Settings.Ctx != cfg.expectCtx, fmt.Sprintf("n_ctx, which is per slot, "+form, p.Settings.Ctx, cfg.expectCtx)},
@@ -216,7 +217,7 @@ func (u *upstream) once(ctx context.Context, what string, slot, limit int, tools
 	answer, failed := u.attempt(ctx, r, body, func(string, ...any) {})
 	answer, e := cmp.Or(answer, &reply{}), cmp.Or(failed, &apiError{})
 	answer.usage = cmp.Or(answer.usage, &usage{})
-	return answer, breach(what, e.message,
+	return answer, u.breach(what, e.message,
 		rule{"server-auth", e.category == "auth", "the key is refused"},
 		rule{"server-unreachable", in("network stall", e.category), "no answer"},
 		// How the server was started is at fault, not the request.
@@ -239,7 +240,7 @@ func (u *upstream) check(ctx context.Context) (bad *wireError) {
 	probe := strings.Repeat(probeText, probeRepeats)
 	// Its size in tokens is the measure for turn 1: a server that cuts prompts reads fewer.
 	size, said, bad := u.tokens(ctx, probe, false)
-	bad = cmp.Or(bad, breach("POST /tokenize", said, rule{"tokenizer", size == 0 || size > len(probe), fmt.Sprintf("%d tokens, expected 1 to %d", size, len(probe))}))
+	bad = cmp.Or(bad, u.breach("POST /tokenize", said, rule{"tokenizer", size == 0 || size > len(probe), fmt.Sprintf("%d tokens, expected 1 to %d", size, len(probe))}))
 	if bad != nil {
 		return bad
 	}
@@ -247,7 +248,7 @@ func (u *upstream) check(ctx context.Context) (bad *wireError) {
 	if bad != nil {
 		return bad
 	}
-	u.say(keep("warning: ", eos != 1)+"POST /tokenize: the end-of-sequence text %.*q has %d tokens, expected 1", saidMax, p.EOS, eos)
+	u.say(keep("warning: ", eos != 1)+"POST /tokenize: the end-of-sequence text %.*q has %d tokens, expected 1", saidMax, u.clean(p.EOS), eos)
 	u.say("template %.12s, n_ctx %d, slots %d; the probe has %d tokens", templateSum(p.Template), p.Settings.Ctx, p.Slots, size)
 
 	// An agent's whole work goes through structured calls.
@@ -255,7 +256,7 @@ func (u *upstream) check(ctx context.Context) (bad *wireError) {
 	r, bad := u.once(ctx, post+"tool call", u.cfg.slotBackground, callLimit, probeTool,
 		systemMessage("You are being tested. Use the tool."), userMessage("Call loop_selftest with the word ready."))
 	c, none := append(r.calls, call{})[0], len(r.calls) == 0 // the first one, or one without a name
-	bad = cmp.Or(bad, breach(post+"tool call", cmp.Or(c.raw, r.text),
+	bad = cmp.Or(bad, u.breach(post+"tool call", cmp.Or(c.raw, r.text),
 		rule{"tool-call-cut", r.finish == "length", fmt.Sprintf("the reply was cut at %d tokens, expected a call", callLimit)},
 		rule{"tool-call-unparsed", none && strings.Contains(r.text, "loop_selftest"), "the call came as text, expected it in tool_calls"},
 		rule{"no-tool-call", none, "plain text, expected a call"},
@@ -264,13 +265,13 @@ func (u *upstream) check(ctx context.Context) (bad *wireError) {
 		return bad
 	}
 	asked := c.name == "loop_selftest" && str(parse(c.args).get("word")) == "ready"
-	u.say(keep("warning: ", !asked)+post+"tool call: called %.*q with %.*q", saidMax, c.name, saidMax, c.args)
+	u.say(keep("warning: ", !asked)+post+"tool call: called %.*q with %.*q", saidMax, u.clean(c.name), saidMax, u.clean(string(c.args)))
 
 	// A prompt that the server cuts in silence would cost the agent its instructions.
 	messages := []json.RawMessage{systemMessage(probe), userMessage("Answer with the word one.")}
 	first, bad := u.once(ctx, post+"turn 1", u.cfg.slotMain, answerLimit, "", messages...)
 	read, text := value(first.usage.input), first.text+first.reasoning
-	bad = cmp.Or(bad, breach(post+"turn 1", "", rule{"prompt-truncated", read < int64(size) || text == "", fmt.Sprintf(
+	bad = cmp.Or(bad, u.breach(post+"turn 1", "", rule{"prompt-truncated", read < int64(size) || text == "", fmt.Sprintf(
 		"%d bytes of text after %d prompt tokens, expected some text and at least the probe's %d tokens", len(text), read, size)}))
 	if bad != nil {
 		return bad
@@ -283,7 +284,7 @@ func (u *upstream) check(ctx context.Context) (bad *wireError) {
 	cached := second.usage.cached
 	share := 100 * value(cached) / max(read, 1)
 	line := fmt.Sprintf("%d of turn 1's %d prompt tokens were cached, expected at least %d %%", value(cached), read, goodReuse)
-	bad = cmp.Or(bad, breach(post+"turn 2", "", rule{"no-prefix-cache", cached != nil && share < leastReuse, line + ": each step would read the whole history again"}))
+	bad = cmp.Or(bad, u.breach(post+"turn 2", "", rule{"no-prefix-cache", cached != nil && share < leastReuse, line + ": each step would read the whole history again"}))
 	if bad == nil {
 		u.say(keep("warning: ", share < goodReuse)+post+"turn 2: %s%s", line, keep(", but the server does not count them", cached == nil))
 	}

@@ -541,6 +541,40 @@ func TestCheckOfTheServer(t *testing.T) {
 	}
 }
 
+// Some servers show the request that they refuse.
+func TestACheckShowsNoKey(t *testing.T) {
+	t.Parallel()
+	noHTTP := func(w http.ResponseWriter, _ *http.Request) {
+		conn, _, err := w.(http.Hijacker).Hijack()
+		needNil(t, err)
+		fmt.Fprintf(conn, "HTTP/1.1 200 OK\r\n%s\r\n\r\n", testKey)
+		conn.Close()
+	}
+	cut := strings.Repeat("x", saidMax-9) + testKey // what is shown ends in the middle of it
+	for name, answers := range map[string]map[string]any{
+		"refused":   {"props": status(401, "no luck with "+testKey)},
+		"cut":       {"props": status(500, cut)},
+		"no HTTP":   {"props": noHTTP},
+		"tokenizer": {"tokenize": status(200, testKey)},
+		"a call":    {"tool_call": calls("loop_selftest", map[string]any{"word": testKey}), "turn1": status(401, testKey)},
+		"no call":   {"tool_call": say(testKey)},
+	} {
+		f := newFakeLlama(t)
+		f.answers = answers
+		d := loopd(t, f.home(""))
+		d.cmd.Env = append(d.cmd.Env, "BELAY_API_KEY="+testKey)
+		if code := d.start().end(); code != 1 || strings.Contains(d.err.String(), testKey[:9]) || !strings.Contains(d.err.String(), "[key]") && name != "cut" {
+			t.Errorf("%s: code %d, stderr:\n%s", name, code, d.err.String())
+		}
+		if answers["props"] != nil {
+			probe := prepare(t, []string{"BELAY_API_KEY=" + testKey}, "probe", "--config", filepath.Join(d.home, "config.toml")).finish(1)
+			if strings.Contains(probe.err.String(), testKey[:9]) {
+				t.Errorf("%s: probe says %s", name, probe.err.String())
+			}
+		}
+	}
+}
+
 func TestServerThatIsNotThere(t *testing.T) {
 	f := newFakeLlama(t)
 	f.stop()

@@ -301,9 +301,7 @@ func (c *client) attempt(ctx context.Context, r *request, body []byte, emit emit
 	}
 	failed.heard = b.said.Len()+b.thought.Len() > 0
 	note := cmp.Or(c.keyNote, map[bool]string{true: "no key was sent, since none is set (BELAY_API_KEY)"}[c.key == ""])
-	failed.message += map[bool]string{true: "; " + note}[failed.category == "auth" && note != ""]
-	// Some servers repeat the key in their refusal.
-	failed.message = strings.ReplaceAll("POST "+c.where+": "+failed.message, string(c.secret()), "[key]")
+	failed.message = c.clean("POST "+c.where+": "+failed.message) + map[bool]string{true: "; " + note}[failed.category == "auth" && note != ""]
 	return nil, failed
 }
 
@@ -340,6 +338,12 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 
 // secret is the key, or bytes that no server sends.
 func (c *client) secret() []byte { return []byte(cmp.Or(c.key, "\xff(no key)")) }
+
+// clean takes the key out of what a server said, or of an error that repeats it:
+// some servers show the request that they refuse.
+func (c *client) clean(words string) string {
+	return strings.ReplaceAll(words, string(c.secret()), "[key]")
+}
 
 // receive reads a response into b and records it. A read ends when nothing
 // arrives within the liveness limit, or within the grace after a finish reason;
@@ -1012,12 +1016,10 @@ func (o object) get(keys ...string) (val []byte) {
 }
 
 // str decodes a JSON string, a lone surrogate replaced; anything else is "".
-func str(raw []byte) string {
-	if len(raw) < 2 || raw[0] != '"' {
-		return ""
+func str(raw []byte) (s string) {
+	if len(raw) > 1 && raw[0] == '"' {
+		_ = json.Unmarshal(raw, &s) // cannot fail: raw is valid
 	}
-	var s string
-	_ = json.Unmarshal(raw, &s) // cannot fail: raw is valid
 	return s
 }
 
