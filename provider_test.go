@@ -1495,6 +1495,26 @@ func TestKeyIsInNothingThatBelayWrites(t *testing.T) {
 	r.keyIsNowhere()
 }
 
+// Bytes behind the end of an answer are nobody's: net/http would print them.
+func TestUnaskedBytesAreNotShown(t *testing.T) {
+	t.Parallel()
+	p := scripted(t, func(w http.ResponseWriter, _ *http.Request) {
+		if conn, _, err := w.(http.Hijacker).Hijack(); err == nil {
+			io.WriteString(conn, "HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nbusy, "+testKey)
+			conn.(*net.TCPConn).CloseWrite()
+			waitGone(conn)
+			conn.Close()
+		}
+	}, say("done"))
+	r := execRun(t, p.provider, resend("[300]")...)
+	r.cmd.Env = append(r.cmd.Env, "BELAY_API_KEY="+testKey)
+	r.finish(0)
+	r.keyIsNowhere()
+	if strings.Contains(r.err.String(), "nsolicited") {
+		t.Errorf("stderr: %s", r.err.String())
+	}
+}
+
 // alike takes out of events what may differ between a run and its replay:
 // times, pids and ids.
 func alike(events string) string {

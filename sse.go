@@ -14,6 +14,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log"
 	"maps"
 	"net"
 	"net/http"
@@ -158,6 +159,7 @@ type client struct {
 // http.Client.Timeout and ResponseHeaderTimeout stay unset: local servers hold
 // the headers until the prompt is processed, and a long answer is no fault.
 func newClient(o clientOptions) *client {
+	log.SetOutput(io.Discard) // net/http prints there what a server sends unasked: to our stderr, and with the key, should that be in it
 	c := &client{o, finishGrace, cmp.Or(bareURL(o.url), "(recording)")}
 	dial := (&net.Dialer{Timeout: connectTimeout}).DialContext
 	t := &http.Transport{Proxy: http.ProxyFromEnvironment, DialContext: dial, TLSHandshakeTimeout: connectTimeout, IdleConnTimeout: idleConnection, ForceAttemptHTTP2: true, DisableCompression: true}
@@ -181,14 +183,13 @@ func (c *client) complete(ctx context.Context, r *request, emit emitter) (*reply
 		if failed == nil {
 			return rep, nil
 		}
-		if ctx.Err() != nil {
+		switch repaired := c.repair(r, body, failed); {
+		case ctx.Err() != nil:
 			return nil, fmt.Errorf("wait for the model: %w", context.Cause(ctx))
-		}
-		if repaired := c.repair(r, body, failed); repaired != nil {
+		case repaired != nil:
 			body = repaired
 			continue
-		}
-		if !failed.retryable || sent == len(c.backoff) || failed.retryAfter > maxRetryAfter {
+		case !failed.retryable || sent == len(c.backoff) || failed.retryAfter > maxRetryAfter:
 			return nil, failed
 		}
 		delay := cmp.Or(failed.retryAfter, c.backoff[sent]) // a date that has passed asks for nothing beyond our own wait
@@ -241,8 +242,7 @@ func (c *client) body(r *request) ([]byte, error) {
 func merge(messages []json.RawMessage, null bool) (out []json.RawMessage) {
 	for _, m := range messages {
 		if text, user := bytes.CutPrefix(m, []byte(userStart)); user && len(out) > 0 && bytes.HasPrefix(out[len(out)-1], []byte(userStart)) {
-			m = slices.Concat(bytes.TrimSuffix(out[len(out)-1], []byte(`"}`)), []byte(`\n\n`), text)
-			out = out[:len(out)-1]
+			m, out = slices.Concat(bytes.TrimSuffix(out[len(out)-1], []byte(`"}`)), []byte(`\n\n`), text), out[:len(out)-1]
 		}
 		if rest, empty := bytes.CutPrefix(m, []byte(emptyTurn)); empty && null {
 			m = slices.Concat([]byte(`{"content":null,`), rest)
