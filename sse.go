@@ -328,7 +328,7 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 	silent := context.Cause(ctx) == errSilent || errors.Is(err, errSilent)
 	e := &apiError{category: map[bool]string{true: "stall", false: "network"}[silent], message: cmp.Or(map[bool]error{true: errSilent}[silent], map[bool]error{true: errNoAnswer}[errors.Is(err, io.EOF)], err).Error(), retryable: !errors.Is(err, errReplayEnd)}
 	if c.record != nil && (silent || ctx.Err() == nil) { // no response is one too, or a replay would lack its retry; an error shows with the next
-		json.NewEncoder(c.record).Encode(recorded{Body: []recordedPiece{}, End: cmp.Or(map[bool]string{true: "open"}[silent], e.message)})
+		json.NewEncoder(c.record).Encode(recorded{Body: []recordedPiece{}, End: cmp.Or(map[bool]string{true: "open"}[silent], c.clean(e.message))})
 	}
 	if certificate := (*tls.CertificateVerificationError)(nil); errors.As(err, &certificate) {
 		e.message, e.retryable = e.message+"; if the server is right, name the file with its CA in SSL_CERT_FILE", false
@@ -351,7 +351,7 @@ func (c *client) clean(words string) string {
 func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, resp *http.Response, b *builder) (failed *apiError) {
 	h := resp.Header
 	tape := &recorded{Status: resp.StatusCode, End: "open", Headers: http.Header{"Content-Type": h["Content-Type"],
-		"Content-Encoding": h["Content-Encoding"], "Location": h["Location"], "Retry-After": h["Retry-After"], "Retry-After-Ms": h["Retry-After-Ms"]}}
+		"Content-Encoding": h["Content-Encoding"], "Location": strings.Fields(bareURL(h.Get("Location"))), "Retry-After": h["Retry-After"], "Retry-After-Ms": h["Retry-After-Ms"]}}
 	reads, until := [][]byte(nil), time.Now().Add(farFuture)
 	wire := bufio.NewReader(readerFunc(func(p []byte) (int, error) {
 		stop := watch(min(c.liveness, time.Until(until)), cancel)
