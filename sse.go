@@ -339,10 +339,12 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 // secret is the key, or bytes that no server sends.
 func (c *client) secret() []byte { return []byte(cmp.Or(c.key, "\xff(no key)")) }
 
-// clean takes the key out of what a server said, or of an error that repeats it:
-// some servers show the request that they refuse.
+// clean takes the key, and the query of the URL, which may hold one, out of what
+// a server said, or of an error that repeats it: some servers show the request
+// that they refuse.
 func (c *client) clean(words string) string {
-	return strings.ReplaceAll(words, string(c.secret()), "[key]")
+	_, query, _ := strings.Cut(c.url, "?")
+	return strings.NewReplacer(string(c.secret()), "[key]", "?"+cmp.Or(query, "\xff(no query)"), "?[redacted]").Replace(words)
 }
 
 // receive reads a response into b and records it. A read ends when nothing
@@ -371,7 +373,7 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 	defer func() {
 		cancel(nil) // before Close: a stream that may not end is never drained, and the server stops generating
 		resp.Body.Close()
-		tape.Body = redact(reads, c.key)
+		tape.Body = c.redact(reads)
 		line, _ := json.Marshal(tape) // cannot fail; a header may repeat the key, too
 		if _, err := cmp.Or(c.record, io.Discard).Write(append(bytes.ReplaceAll(line, c.secret(), []byte("[key]")), '\n')); err != nil {
 			failed = &apiError{category: "internal", message: "write the recording: " + err.Error()}
@@ -386,7 +388,7 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 		return b.read(src, func() { until = time.Now().Add(c.grace) })
 	}
 	raw, _ := io.ReadAll(io.LimitReader(src, maxErrorBody)) // a body that breaks off still has its status
-	e := refusal(bytes.ReplaceAll(raw, c.secret(), []byte("[key]")), resp.StatusCode, fmt.Sprintf("%d %s: ", resp.StatusCode, http.StatusText(resp.StatusCode)))
+	e := refusal([]byte(c.clean(string(raw))), resp.StatusCode, fmt.Sprintf("%d %s: ", resp.StatusCode, http.StatusText(resp.StatusCode)))
 	e.retryAfter = retryAfter(h, time.Now())
 	e.message += map[bool]string{true: "; the server asks to come back after " + time.Now().Add(e.retryAfter).UTC().Format(time.RFC3339)}[e.retryAfter > maxRetryAfter] + map[bool]string{true: "; redirects are not followed, set the base URL to where it leads: " + bareURL(h.Get("Location"))}[e.status/100 == 3]
 	return e
@@ -913,13 +915,13 @@ type recordedPiece struct {
 
 // redact gives what was read in the form of a recording, without the key. A body
 // that repeats it loses its read boundaries, where it may be split, and its gzip.
-func redact(reads [][]byte, key string) []recordedPiece {
+func (c *client) redact(reads [][]byte) []recordedPiece {
 	whole, plain := bytes.Join(reads, nil), new(gzip.Reader)
 	if plain.Reset(bytes.NewReader(whole)) == nil {
 		whole, _ = io.ReadAll(io.LimitReader(plain, maxEvent))
 	}
-	if key != "" && bytes.Contains(whole, []byte(key)) {
-		reads = [][]byte{bytes.ReplaceAll(whole, []byte(key), []byte("[key]"))}
+	if clean := c.clean(string(whole)); clean != string(whole) {
+		reads = [][]byte{[]byte(clean)}
 	}
 	body := []recordedPiece{}
 	for _, p := range reads {
@@ -934,7 +936,7 @@ func redact(reads [][]byte, key string) []recordedPiece {
 // without its newline was cut. When it runs out, requests fail with errReplayEnd.
 // It serves one goroutine.
 func newReplayer(data []byte) (http.RoundTripper, error) {
-	var lines []recorded
+	lines, next := []recorded(nil), 0
 	for raw := range bytes.Lines(data) {
 		var line recorded
 		d := json.NewDecoder(bytes.NewReader(raw))
@@ -944,7 +946,6 @@ func newReplayer(data []byte) (http.RoundTripper, error) {
 		}
 		lines = append(lines, line)
 	}
-	next := 0
 	return roundTripper(func(req *http.Request) (*http.Response, error) {
 		if next == len(lines) {
 			return nil, fmt.Errorf("%w after %d", errReplayEnd, next)

@@ -1077,6 +1077,7 @@ func TestMessagesSayWhatTheUserNeeds(t *testing.T) {
 		{sseStatus(401, `{"error":"key `+key+` is wrong"}`), []string{"[key] is wrong", "withheld because"}, []string{key}},
 		{sseStatus(401, strings.Repeat("x", maxMessage-6)+key), nil, []string{key[:6]}},
 		{sseStatus(400, `{"reason":"odd"}`), []string{"odd"}, nil},
+		{sseStatus(404, `{"message":"Route POST:/v1/chat/completions?api-version=7&code=hidden not found"}`), []string{"/v1/chat/completions?[redacted] not found"}, []string{"hidden"}},
 		{sseStatus(400, `{"title":"Odd","status":400}`), []string{"400 Bad Request: Odd"}, nil},
 		{sseStatus(302, "", "Location", "https://login.test/page?token=abc"), []string{"302 Found; redirects", "https://login.test/page"}, []string{"token"}},
 		{sseStatus(400, `{"error":{"message":"`+strings.Repeat("é", 5000)+`"}}`), []string{"é"}, []string{strings.Repeat("é", maxMessage)}},
@@ -1297,6 +1298,7 @@ func TestARecordingHoldsNoKey(t *testing.T) {
 				conn.Close()
 			}
 		},
+		"query": sseStatus(404, "Route POST:/v1/chat/completions?api-version=7&code=hidden not found"),
 		"reads": inPieces(body, 5),
 		"gzip":  inPieces(packed.String(), 5, "Content-Encoding", "gzip"),
 	} {
