@@ -145,7 +145,7 @@ func (u *upstream) ask(ctx context.Context, path string, body []byte) (status in
 		said, err = io.ReadAll(io.LimitReader(resp.Body, propsMax))
 	}
 	if err != nil {
-		bad = u.breach(method+" "+path+" at "+cmp.Or(u.socket, root), "", rule{"server-unreachable", true, u.clean(errnoText(err))})
+		bad = u.breach(method+" "+path+" at "+cmp.Or(u.socket, root), "", rule{"server-unreachable", true, fmt.Sprintf("%.*s", maxMessage, u.clean(errnoText(err)))})
 	}
 	return status, said, bad
 }

@@ -301,7 +301,8 @@ func (c *client) attempt(ctx context.Context, r *request, body []byte, emit emit
 	}
 	failed.heard = b.said.Len()+b.thought.Len() > 0
 	note := cmp.Or(c.keyNote, map[bool]string{true: "no key was sent, since none is set (BELAY_API_KEY)"}[c.key == ""])
-	failed.message = c.clean("POST "+c.where+": "+failed.message) + map[bool]string{true: "; " + note}[failed.category == "auth" && note != ""]
+	// A server that speaks no HTTP is repeated whole in the error of net/http, and a Location may be as long.
+	failed.message = fmt.Sprintf("%.*s", 2*maxMessage, c.clean("POST "+c.where+": "+failed.message)) + map[bool]string{true: "; " + note}[failed.category == "auth" && note != ""]
 	return nil, failed
 }
 

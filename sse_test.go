@@ -1081,6 +1081,7 @@ func TestMessagesSayWhatTheUserNeeds(t *testing.T) {
 		{sseStatus(400, `{"title":"Odd","status":400}`), []string{"400 Bad Request: Odd"}, nil},
 		{sseStatus(302, "", "Location", "https://login.test/page?token=abc"), []string{"302 Found; redirects", "https://login.test/page"}, []string{"token"}},
 		{sseStatus(400, `{"error":{"message":"`+strings.Repeat("é", 5000)+`"}}`), []string{"é"}, []string{strings.Repeat("é", maxMessage)}},
+		{sseStatus(302, "", "Location", "https://login.test/"+strings.Repeat("x", 100<<10)), []string{"https://login.test/"}, []string{strings.Repeat("x", 2*maxMessage)}},
 		{sseStatus(500, "line one\nline two"), []string{"line one line two"}, []string{"\n"}},
 		{stream("<html><title>Log in</title>"), []string{"web page", "Log in", "/v1/chat/completions"}, []string{"hidden"}},
 	} {
@@ -1099,6 +1100,14 @@ func TestMessagesSayWhatTheUserNeeds(t *testing.T) {
 		if len(f.got) != 1 {
 			t.Errorf("%d requests", len(f.got))
 		}
+	}
+	// What is no HTTP comes back in an error of net/http.
+	url := serveRaw(t, func(conn net.Conn) {
+		readRequest(conn)
+		io.WriteString(conn, strings.Repeat("\xff", 1<<20)+"\r\n\r\n")
+	})
+	if _, err := ask(newClient(clientOptions{url: url, liveness: testDeadline}), &heard{}); len(err.Error()) > 2*maxMessage || !strings.Contains(err.Error(), "malformed HTTP response") {
+		t.Errorf("%d bytes: %.300v", len(err.Error()), err)
 	}
 	// A secret that a runner does not hand out is the usual reason.
 	_, err := ask(newFake(t, sseStatus(401, "")).client(clientOptions{}), &heard{})
