@@ -1471,6 +1471,30 @@ func TestRedirectCarriesNothingToAnotherHost(t *testing.T) {
 	}
 }
 
+// What a proxy answers to CONNECT counts as what a server answers, and says whose
+// words they are. Its password is in nothing that belay writes.
+func TestAProxyThatDoesNotConnect(t *testing.T) {
+	const password = "pr0xy-pass"
+	for line, want := range map[string]int{"403 Forbidden": 1, "407 Proxy Authentication Required": 1, "404 Not Found": 1, "302 Found": 1, "429 Slow": 75, "502 Bad Gateway": 75, "504 Gateway Timeout": 75} {
+		t.Run(line, func(t *testing.T) {
+			t.Parallel()
+			var asked atomic.Int32
+			at, _, _ := strings.Cut(strings.TrimPrefix(serveRaw(t, func(conn net.Conn) {
+				if req, _, err := readRequest(conn); err == nil && req.Method == "CONNECT" && req.Header.Get("Proxy-Authorization") != "" {
+					asked.Add(1)
+				}
+				fmt.Fprintf(conn, "HTTP/1.1 %s\r\nContent-Length: 0\r\n\r\n", line)
+			}), "http://"), "/")
+			r := prepare(t, []string{"HTTPS_PROXY=http://user:" + password + "@" + at}, append([]string{"--base-url", "https://api.test", "--model", "m", "exec", "--output-format", "stream-json"}, append(resend("[1, 2]"), "do it")...)...)
+			r.finish(want)
+			words, times := r.one("error")["error"].(string), map[int]int{1: 1, 75: 3}[want]
+			if !strings.HasSuffix(words, ": the proxy "+at+" answers "+line) || int(asked.Load()) != times || len(r.events("retry")) != times-1 || strings.Contains(r.out.String()+r.err.String(), password) {
+				t.Errorf("asked %d times, %q, retries %v\n%s", asked.Load(), words, r.events("retry"), r.err.String())
+			}
+		})
+	}
+}
+
 // A server that repeats the key wherever it can, a tool that looks for it, and
 // a recording of it all.
 func TestKeyIsInNothingThatBelayWrites(t *testing.T) {

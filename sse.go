@@ -18,6 +18,7 @@ import (
 	"maps"
 	"net"
 	"net/http"
+	"net/url"
 	"regexp"
 	"slices"
 	"strconv"
@@ -167,6 +168,10 @@ func newClient(o clientOptions) *client {
 		c.where, t.Proxy = c.where+" over unix:"+o.socket, nil
 		t.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx, "unix", o.socket) }
 	}
+	t.OnProxyConnectResponse = func(_ context.Context, proxy *url.URL, _ *http.Request, resp *http.Response) error { // else Forbidden would be all that is told
+		_, again := classify(resp.StatusCode, false, "")
+		return map[bool]error{false: &apiError{category: "network", message: "the proxy " + proxy.Host + " answers " + resp.Status, retryable: again, retryAfter: retryAfter(resp.Header, time.Now())}}[resp.StatusCode == http.StatusOK]
+	}
 	c.transport = cmp.Or[http.RoundTripper](o.transport, t)
 	return c
 }
@@ -229,10 +234,8 @@ func (c *client) body(r *request) ([]byte, error) {
 	unset := map[string]bool{"tools": len(r.tools) <= len("[]"), "temperature": c.temperature == nil, "top_p": c.topP == nil, "seed": c.seed == nil, "reasoning_effort": c.reasoningEffort == "", "max_tokens": c.maxTokens == 0}
 	maps.DeleteFunc(m, func(key string, _ any) bool { return unset[key] })
 	maps.Copy(m, r.extra)
-	if limit, set := m["max_tokens"]; set && dropped["max_tokens"] {
-		m["max_completion_tokens"] = limit
-	}
-	maps.DeleteFunc(m, func(key string, _ any) bool { return dropped[key] })
+	m["max_completion_tokens"] = map[bool]any{true: m["max_tokens"]}[dropped["max_tokens"]]
+	maps.DeleteFunc(m, func(key string, v any) bool { return dropped[key] || v == nil })
 	return json.Marshal(m)
 }
 
@@ -327,12 +330,13 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 		return c.receive(ctx, cancel, resp, b)
 	}
 	silent := context.Cause(ctx) == errSilent || errors.Is(err, errSilent)
-	e := &apiError{category: map[bool]string{true: "stall", false: "network"}[silent], message: cmp.Or(map[bool]error{true: errSilent}[silent], map[bool]error{true: errNoAnswer}[errors.Is(err, io.EOF)], err).Error(), retryable: !errors.Is(err, errReplayEnd)}
+	_, untrusted := errors.AsType[*tls.CertificateVerificationError](err)
+	e := &apiError{category: map[bool]string{true: "stall", false: "network"}[silent], retryable: !untrusted && !errors.Is(err, errReplayEnd),
+		message: cmp.Or(map[bool]error{true: errSilent}[silent], map[bool]error{true: errNoAnswer}[errors.Is(err, io.EOF)], err).Error() + map[bool]string{true: "; if the server is right, name the file with its CA in SSL_CERT_FILE"}[untrusted]}
+	// What a proxy answered is one of our errors by now.
+	_ = errors.As(err, &e)
 	if c.record != nil && (silent || ctx.Err() == nil) { // no response is one too, or a replay would lack its retry; an error shows with the next
 		json.NewEncoder(c.record).Encode(recorded{Body: []recordedPiece{}, End: cmp.Or(map[bool]string{true: "open"}[silent], c.clean(e.message))})
-	}
-	if certificate := (*tls.CertificateVerificationError)(nil); errors.As(err, &certificate) {
-		e.message, e.retryable = e.message+"; if the server is right, name the file with its CA in SSL_CERT_FILE", false
 	}
 	return e
 }
@@ -653,9 +657,7 @@ func (b *builder) delta(o object) {
 // hear takes a piece of visible text or of thinking; kind is its event. A later
 // message in a stream begins with the one before, or is a piece itself.
 func (b *builder) hear(to *strings.Builder, kind, s string) {
-	if b.whole {
-		s = strings.TrimPrefix(s, to.String())
-	}
+	s = strings.TrimPrefix(s, map[bool]string{true: to.String()}[b.whole])
 	to.WriteString(s)
 	if b.kept += len(s); s != "" {
 		b.emit(kind, "content", s)
@@ -1048,10 +1050,8 @@ func word(raw []byte) string { return cmp.Or(str(raw), strings.Trim(string(raw),
 
 // number gives a count; nil for what is none. Some servers send 12.0 or "12".
 func number(raw []byte) *int64 {
-	if f, err := strconv.ParseFloat(word(raw), 64); err == nil && f >= 0 && f < 1<<53 {
-		return new(int64(f))
-	}
-	return nil
+	f, err := strconv.ParseFloat(word(raw), 64)
+	return map[bool]*int64{true: new(int64(f))}[err == nil && f >= 0 && f < 1<<53]
 }
 
 // present says whether a value is there and means something: it is none of this
