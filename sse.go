@@ -358,7 +358,7 @@ func (c *client) clean(words string) string {
 func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, resp *http.Response, b *builder) (failed *apiError) {
 	h := resp.Header
 	tape := &recorded{Status: resp.StatusCode, End: "open", Headers: http.Header{"Content-Type": h["Content-Type"],
-		"Content-Encoding": h["Content-Encoding"], "Location": strings.Fields(bareURL(h.Get("Location"))), "Retry-After": h["Retry-After"], "Retry-After-Ms": h["Retry-After-Ms"]}}
+		"Content-Encoding": h["Content-Encoding"], "Date": h["Date"], "Location": strings.Fields(bareURL(h.Get("Location"))), "Retry-After": h["Retry-After"], "Retry-After-Ms": h["Retry-After-Ms"]}}
 	reads, until := [][]byte(nil), time.Now().Add(farFuture)
 	wire := bufio.NewReader(readerFunc(func(p []byte) (int, error) {
 		stop := watch(min(c.liveness, time.Until(until)), cancel)
@@ -887,11 +887,13 @@ func classify(status int, inside bool, said string) (category string, retryable 
 }
 
 // retryAfter reads what the server asks to wait: milliseconds if given, else
-// seconds (1.5 was seen) or a date, of which a past one is 0. Anything else, such
-// as nan or a negative, is 0, too; the wait is at most farFuture.
+// seconds (1.5 was seen) or a date, of which a past one is 0. A date is one of the
+// server's clock, which may be far from ours. Anything else, such as nan or a
+// negative, is 0, too; the wait is at most farFuture.
 func retryAfter(h http.Header, now time.Time) (wait time.Duration) {
+	said, _ := http.ParseTime(h.Get("Date"))
 	if at, err := http.ParseTime(h.Get("Retry-After")); err == nil {
-		wait = max(at.Sub(now), 0)
+		wait = max(at.Sub(cmp.Or(said, now)), 0)
 	}
 	for i, name := range []string{"Retry-After", "Retry-After-Ms"} {
 		if n, err := strconv.ParseFloat(strings.TrimSpace(h.Get(name)), 64); err == nil && n >= 0 {

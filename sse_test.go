@@ -990,6 +990,29 @@ func TestRetryAfterForms(t *testing.T) {
 			t.Errorf("%q %q: got %v, want %v", c.seconds, c.ms, got, c.want)
 		}
 	}
+	// The server's clock decides, whatever ours says.
+	for date, want := range map[string]time.Duration{"Fri, 01 May 2026 12:00:05 GMT": 2 * time.Second, "Fri, 01 May 2026 11:00:05 GMT": time.Hour + 2*time.Second, "Fri, 01 May 2026 13:00:00 GMT": 0, "today": 7 * time.Second} {
+		h := http.Header{"Retry-After": {"Fri, 01 May 2026 12:00:07 GMT"}, "Date": {date}}
+		if got := retryAfter(h, now); got != want {
+			t.Errorf("at %s: got %v, want %v", date, got, want)
+		}
+	}
+}
+
+// A date that was far when it was recorded is past when it is replayed.
+func TestARecordedDateAsksForTheSameWait(t *testing.T) {
+	f := newFake(t, sseStatus(429, "slow", "Date", "Wed, 21 Oct 2015 07:28:00 GMT", "Retry-After", "Wed, 21 Oct 2015 08:28:00 GMT"))
+	var tape bytes.Buffer
+	if _, err := ask(f.client(clientOptions{record: &tape, backoff: []time.Duration{0}}), &heard{}); len(f.got) != 1 || !strings.Contains(err.Error(), "come back after") {
+		t.Errorf("%d requests, %v", len(f.got), err)
+	}
+	player, err := newReplayer(tape.Bytes())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := ask(f.client(clientOptions{transport: player, backoff: []time.Duration{0}}), &heard{}); !strings.Contains(err.Error(), "come back after") {
+		t.Errorf("replayed: %v", err)
+	}
 }
 
 func TestRefusalsOfEveryKind(t *testing.T) {
