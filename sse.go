@@ -373,7 +373,7 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 		if err != nil && ctx.Err() == nil { // else we closed it
 			tape.End = err.Error()
 		}
-		return n, err
+		return n, cmp.Or(err, map[bool]error{true: errSilent}[time.Until(until) < -lateChance]) // or a beat within each lateChance would go on for ever
 	}))
 	defer func() {
 		cancel(nil) // before Close: a stream that may not end is never drained, and the server stops generating

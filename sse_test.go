@@ -1354,6 +1354,28 @@ func TestARecordingHoldsNoKey(t *testing.T) {
 	}
 }
 
+// endless is a server that goes on with heartbeats after its answer.
+func endless(t *testing.T, answer string) (url string) {
+	return serveRaw(t, func(conn net.Conn) {
+		readRequest(conn)
+		io.WriteString(conn, answer)
+		beat := time.NewTicker(lateChance / 10)
+		defer beat.Stop()
+		for err := error(nil); err == nil; <-beat.C {
+			_, err = io.WriteString(conn, ": beat\n\n")
+		}
+	})
+}
+
+func TestFastHeartbeatsDoNotHoldAnAnswer(t *testing.T) {
+	ctx, cancel := context.WithTimeout(context.Background(), testDeadline/10)
+	defer cancel()
+	rep, err := caseClient(endless(t, "HTTP/1.1 200 OK\r\n\r\n"+sseChunk(`{"content":"ok"}`, "stop"))).complete(ctx, &request{learned: newLearned()}, quiet)
+	if err != nil || rep.text != "ok" || ctx.Err() != nil {
+		t.Errorf("got %+v, %v; %v", rep, err, ctx.Err())
+	}
+}
+
 func TestAStallIsReplayedAsAStall(t *testing.T) {
 	url := serveRaw(t, func(conn net.Conn) {
 		readRequest(conn)
