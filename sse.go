@@ -354,12 +354,13 @@ func (c *client) clean(words string) string {
 
 // receive reads a response into b and records it. A read ends when nothing
 // arrives within the liveness limit, or within the grace after a finish reason;
-// only time spent waiting counts, so a slow consumer is no stall.
+// only time spent waiting counts, so a slow consumer is no stall. An error, whose
+// status says most of it, has the limit for the whole: beats do not prolong it.
 func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, resp *http.Response, b *builder) (failed *apiError) {
 	h := resp.Header
 	tape := &recorded{Status: resp.StatusCode, End: "open", Headers: http.Header{"Content-Type": h["Content-Type"],
 		"Content-Encoding": h["Content-Encoding"], "Date": h["Date"], "Location": strings.Fields(bareURL(h.Get("Location"))), "Retry-After": h["Retry-After"], "Retry-After-Ms": h["Retry-After-Ms"]}}
-	reads, until := [][]byte(nil), time.Now().Add(farFuture)
+	reads, until := [][]byte(nil), time.Now().Add(map[bool]time.Duration{true: farFuture, false: c.liveness}[resp.StatusCode/100 == 2])
 	wire := bufio.NewReader(readerFunc(func(p []byte) (int, error) {
 		stop := watch(min(c.liveness, time.Until(until)), cancel)
 		n, err := resp.Body.Read(p)

@@ -1376,6 +1376,16 @@ func TestFastHeartbeatsDoNotHoldAnAnswer(t *testing.T) {
 	}
 }
 
+func TestHeartbeatsDoNotHoldAnError(t *testing.T) {
+	url := endless(t, "HTTP/1.1 503 Busy\r\n\r\ndata: {\"error\":\"too many\"}\n\n")
+	ctx, cancel := context.WithTimeout(context.Background(), testDeadline/10)
+	defer cancel()
+	_, err := caseClient(url).complete(ctx, &request{learned: newLearned()}, quiet)
+	if api, _ := errors.AsType[*apiError](err); api == nil || api.category != "overloaded" || !strings.HasSuffix(api.message, "503 Service Unavailable: too many") {
+		t.Errorf("got %v", err)
+	}
+}
+
 func TestAStallIsReplayedAsAStall(t *testing.T) {
 	url := serveRaw(t, func(conn net.Conn) {
 		readRequest(conn)
