@@ -203,6 +203,7 @@ func (c *client) complete(ctx context.Context, r *request, emit emitter) (*reply
 		select {
 		case <-ctx.Done(): // seen by the next attempt
 		case <-time.After(delay):
+			(&http.Client{Transport: c.transport}).CloseIdleConnections() // HTTP/2 would take a dead one again
 		}
 	}
 	return nil, err
@@ -806,9 +807,7 @@ func (b *builder) addUsage(o, timings object) {
 	in, out := parse(o.get("prompt_tokens_details", "input_tokens_details")), parse(o.get("completion_tokens_details", "output_tokens_details"))
 	cached := cmp.Or(number(in.get("cached_tokens")), number(o.get("prompt_cache_hit_tokens", "cached_tokens")), number(timings.get("cache_n")))
 	u := &usage{number(o.get("prompt_tokens", "input_tokens")), number(o.get("completion_tokens", "output_tokens")), cached, number(out.get("reasoning_tokens"))}
-	if *cmp.Or(u.input, new(int64))+*cmp.Or(u.output, new(int64)) > 0 {
-		b.usage = u
-	}
+	b.usage = map[bool]*usage{true: u, false: b.usage}[*cmp.Or(u.input, new(int64))+*cmp.Or(u.output, new(int64)) > 0]
 }
 
 // refusal finds the error in a body: JSON, the data of an event stream (also

@@ -1173,6 +1173,31 @@ func TestNetworkFailures(t *testing.T) {
 	}
 }
 
+// A connection of HTTP/2 outlives its requests: one that is dead, such as behind a
+// NAT that has forgotten it, would be given each re-send.
+func TestAResendTakesAnotherConnection(t *testing.T) {
+	var mu sync.Mutex
+	var dead string
+	server := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		mu.Lock()
+		dead = cmp.Or(dead, r.RemoteAddr)
+		silent := dead == r.RemoteAddr
+		mu.Unlock()
+		if silent {
+			<-r.Context().Done()
+		}
+		io.WriteString(w, sseAnswer(r.Proto))
+	}))
+	server.EnableHTTP2 = true
+	server.StartTLS()
+	defer server.Close()
+	c := newClient(clientOptions{url: server.URL + "/v1/chat/completions", liveness: 300 * time.Millisecond, backoff: []time.Duration{50 * time.Millisecond}})
+	c.transport.(*http.Transport).TLSClientConfig = server.Client().Transport.(*http.Transport).TLSClientConfig
+	if rep, err := ask(c, &heard{}); err != nil || rep.text != "HTTP/2.0" {
+		t.Errorf("got %+v, %v", rep, err)
+	}
+}
+
 func TestUnixSocket(t *testing.T) {
 	t.Setenv("HTTP_PROXY", "http://127.0.0.1:1")
 	path := filepath.Join(t.TempDir(), "s.sock")
