@@ -371,7 +371,7 @@ func (l *loader) store(f *field, dst reflect.Value, v any) (allowed string) {
 		case "socket":
 			s, allowed = endpoint("unix:"+l.path(s)), "an absolute path of at most 107 bytes"
 		case "url":
-			s, allowed = keep(s, endpoint(s) != ""), "http:// or https:// with a host and no user name, or unix:/PATH of at most 112 bytes"
+			s, allowed = keep(s, endpoint(s) != ""), "http:// or https:// with a host, a port from 1 to 65535 if any and no user name, or unix:/PATH of at most 112 bytes"
 		case "duration":
 			d, err := time.ParseDuration(s)
 			s, allowed = keep(s, err == nil && d >= 0), "a duration such as 10m, not negative"
@@ -490,7 +490,8 @@ func (l *loader) findServer(place string) {
 // path means /v1, a path is taken as given, less chat/completions at its end; then that is
 // appended, before a query, which Azure needs for its version. It is normalised so that equal
 // places have equal texts. unix:/PATH is a place as well. A user name is refused since it comes
-// with a secret, an IPv6 zone since net/url gives it back unescaped.
+// with a secret, an IPv6 zone since net/url gives it back unescaped, and a port that
+// there is not since it would look like a server that is down.
 func endpoint(raw string) string {
 	raw = strings.TrimSpace(raw)
 	if path, isUnix := strings.CutPrefix(raw, "unix:"); isUnix {
@@ -502,10 +503,10 @@ func endpoint(raw string) string {
 		return ""
 	}
 	// The path stays escaped, or a%2Fb would turn into two parts.
-	path := cmp.Or(strings.TrimRight(u.EscapedPath(), "/"), "/v1")
-	path = strings.TrimRight(strings.TrimSuffix(path, "/chat/completions"), "/")
+	path := strings.TrimRight(strings.TrimSuffix(cmp.Or(strings.TrimRight(u.EscapedPath(), "/"), "/v1"), "/chat/completions"), "/")
+	port, err := strconv.ParseUint(cmp.Or(u.Port(), "80"), 10, 16)
 	host := strings.TrimSuffix(strings.ToLower(u.Host), cmp.Or(keep(":443", u.Scheme == "https"), ":80"))
-	return u.Scheme + "://" + host + path + "/chat/completions" + keep("?"+u.RawQuery, u.RawQuery != "")
+	return keep(u.Scheme+"://"+host+path+"/chat/completions"+keep("?"+u.RawQuery, u.RawQuery != ""), err == nil && port > 0)
 }
 
 // path makes a path absolute and clean, "" = it is relative, there is no HOME for its ~/, or it

@@ -546,7 +546,7 @@ func TestURLRules(t *testing.T) {
 		"https://h/openai/deployments/d?api-version=1": "https://h/openai/deployments/d/chat/completions?api-version=1", "https://h/openai/d/chat/completions?a=/": "https://h/openai/d/chat/completions?a=/", "https://h?a=b": "https://h/v1/chat/completions?a=b",
 		"HTTPS://Host.Example:443/V1": "https://host.example/V1/chat/completions", "http://127.0.0.1:80": "http://127.0.0.1/v1/chat/completions", "https://h:80": "https://h:80/v1/chat/completions", "https://h/a%2Fb": "https://h/a%2Fb/chat/completions", "https://h/a//b": "https://h/a//b/chat/completions",
 		"http://[::1]:8080": "http://[::1]:8080/v1/chat/completions", "unix:/s.sock": "unix:/s.sock", "unix:///s.sock": "unix:/s.sock",
-		"": "", "h": "", "h:8080": "", "localhost:8080/v1": "", "/v1": "", "//h": "", "ftp://h": "", "http://": "", "http:///v1": "", "http:h": "", "https://u@h": "", "https://u:p@h": "", "https://h#f": "", "http://h:x": "", "http://h h": "", "http://[fe80::1%25eth0]": "", "http://h/%zz": "",
+		"": "", "h": "", "h:8080": "", "localhost:8080/v1": "", "/v1": "", "//h": "", "ftp://h": "", "http://": "", "http:///v1": "", "http:h": "", "https://u@h": "", "https://u:p@h": "", "https://h#f": "", "http://h:x": "", "http://h:0": "", "http://h:65536": "", "http://h:80808080808080808080": "", "http://h:65535": "http://h:65535/v1/chat/completions", "http://h:/": "http://h:/v1/chat/completions", "http://h h": "", "http://[fe80::1%25eth0]": "", "http://h/%zz": "",
 	} {
 		got := endpoint(in)
 		if got != want {
