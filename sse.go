@@ -334,10 +334,10 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 	_, untrusted := errors.AsType[*tls.CertificateVerificationError](err)
 	e := &apiError{category: map[bool]string{true: "stall", false: "network"}[silent], retryable: !untrusted && !errors.Is(err, errReplayEnd),
 		message: cmp.Or(map[bool]error{true: errSilent}[silent], map[bool]error{true: errNoAnswer}[errors.Is(err, io.EOF)], err).Error() + map[bool]string{true: "; if the server is right, name the file with its CA in SSL_CERT_FILE"}[untrusted]}
-	// What a proxy answered is one of our errors by now.
+	// What a proxy answered is one of our errors by now, and so is what a recording says that no re-send would change.
 	_ = errors.As(err, &e)
 	if c.record != nil && (silent || ctx.Err() == nil) { // no response is one too, or a replay would lack its retry; an error shows with the next
-		json.NewEncoder(c.record).Encode(recorded{Body: []recordedPiece{}, End: cmp.Or(map[bool]string{true: "open"}[silent], c.clean(e.message))})
+		json.NewEncoder(c.record).Encode(recorded{Body: []recordedPiece{}, End: cmp.Or(map[bool]string{true: "open"}[silent], c.clean(e.message)), Final: !e.retryable})
 	}
 	return e
 }
@@ -905,11 +905,13 @@ func retryAfter(h http.Header, now time.Time) (wait time.Duration) {
 
 // recorded is one line of a recording: one response as received. end is what
 // ended the body: EOF, the text of a read error, or open where we closed first.
+// final: no response came, and the request was not sent again.
 type recorded struct {
 	Status  int             `json:"status"`
 	Headers http.Header     `json:"headers"`
 	Body    []recordedPiece `json:"body"`
 	End     string          `json:"end"`
+	Final   bool            `json:"final,omitempty"`
 }
 
 // recordedPiece is what one read gave; base64 when it is not UTF-8.
@@ -962,7 +964,7 @@ func newReplayer(data []byte) (http.RoundTripper, error) {
 		end := cmp.Or(map[string]error{io.EOF.Error(): io.EOF, "open": errSilent}[line.End], errors.New(line.End))
 		body = append(body, readerFunc(func([]byte) (int, error) { return 0, end }))
 		if next++; line.Status == 0 {
-			return nil, end
+			return nil, map[bool]error{true: &apiError{category: "network", message: line.End}, false: end}[line.Final]
 		}
 		return &http.Response{StatusCode: line.Status, Header: line.Headers, Body: io.NopCloser(io.MultiReader(body...))}, nil
 	}), nil

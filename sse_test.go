@@ -1411,6 +1411,23 @@ func TestHeartbeatsDoNotHoldAnError(t *testing.T) {
 	}
 }
 
+func TestAServerWithoutTrustIsReplayedAsOne(t *testing.T) {
+	server := httptest.NewTLSServer(http.NotFoundHandler())
+	server.Config.ErrorLog = log.New(io.Discard, "", 0)
+	defer server.Close()
+	var tape bytes.Buffer
+	o := clientOptions{url: server.URL, liveness: testDeadline, backoff: []time.Duration{0}, record: &tape}
+	first := playAll(newClient(o))
+	player, err := newReplayer(tape.Bytes())
+	if err != nil {
+		t.Fatal(err)
+	}
+	o.record, o.transport = nil, player
+	if again := playAll(newClient(o)); !slices.Equal(first, again) || !strings.Contains(again[0], "SSL_CERT_FILE") {
+		t.Errorf("recorded %q\nreplayed %q", first, again)
+	}
+}
+
 func TestAStallIsReplayedAsAStall(t *testing.T) {
 	url := serveRaw(t, func(conn net.Conn) {
 		readRequest(conn)
