@@ -347,10 +347,10 @@ func (c *client) secret() []byte { return []byte(cmp.Or(c.key, "\xff(no key)")) 
 
 // clean takes the key, and the query of the URL, which may hold one, out of what
 // a server said, or of an error that repeats it: some servers show the request
-// that they refuse.
+// that they refuse. PHP writes / as \/ in JSON.
 func (c *client) clean(words string) string {
 	_, query, _ := strings.Cut(c.url, "?")
-	return strings.NewReplacer(string(c.secret()), "[key]", "?"+cmp.Or(query, "\xff(no query)"), "?[redacted]").Replace(words)
+	return strings.NewReplacer(string(c.secret()), "[key]", strings.ReplaceAll(string(c.secret()), "/", `\/`), "[key]", "?"+cmp.Or(query, "\xff(no query)"), "?[redacted]").Replace(words)
 }
 
 // receive reads a response into b and records it. A read ends when nothing
