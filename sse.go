@@ -332,8 +332,10 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 	}
 	silent := context.Cause(ctx) == errSilent || errors.Is(err, errSilent)
 	_, untrusted := errors.AsType[*tls.CertificateVerificationError](err)
-	e := &apiError{category: map[bool]string{true: "stall", false: "network"}[silent], retryable: !untrusted && !errors.Is(err, errReplayEnd),
-		message: cmp.Or(map[bool]error{true: errSilent}[silent], map[bool]error{true: errNoAnswer}[errors.Is(err, io.EOF)], err).Error() + map[bool]string{true: "; if the server is right, name the file with its CA in SSL_CERT_FILE"}[untrusted]}
+	first, _ := errors.AsType[tls.RecordHeaderError](err)
+	hint := cmp.Or(map[bool]string{true: "; if the server is right, name the file with its CA in SSL_CERT_FILE"}[untrusted], map[bool]string{true: "; the URL says https, and what answers there is plain http"}[string(first.RecordHeader[:]) == "HTTP/"])
+	e := &apiError{category: map[bool]string{true: "stall", false: "network"}[silent], retryable: hint == "" && !errors.Is(err, errReplayEnd),
+		message: cmp.Or(map[bool]error{true: errSilent}[silent], map[bool]error{true: errNoAnswer}[errors.Is(err, io.EOF)], err).Error() + hint}
 	// What a proxy answered is one of our errors by now, and so is what a recording says that no re-send would change.
 	_ = errors.As(err, &e)
 	if c.record != nil && (silent || ctx.Err() == nil) { // no response is one too, or a replay would lack its retry; an error shows with the next
@@ -733,9 +735,7 @@ func (p *partial) finish(offered []string, cut bool) call {
 		p.name = joined
 	}
 	all := bytes.TrimSpace(p.text)
-	if !cut && (len(all) == 0 || string(all) == "null") {
-		all = []byte("{}")
-	}
+	all = map[bool][]byte{true: []byte("{}"), false: all}[!cut && (len(all) == 0 || string(all) == "null")]
 	// As appended; after a placeholder; cumulative; with all of it once more at the end.
 	readings := [][]byte{all, bytes.TrimSpace(bytes.TrimPrefix(all, []byte("{}"))), bytes.TrimSpace([]byte(p.last)), bytes.TrimPrefix(all, all[len(all)/2:])}
 	if i := slices.IndexFunc(readings, isObject); i >= 0 {

@@ -1159,6 +1159,8 @@ func TestNetworkFailures(t *testing.T) {
 	}{
 		{closed, "", "network", true, closed, testDeadline},
 		{tls.URL + "/v1/chat/completions", "", "network", false, "SSL_CERT_FILE", testDeadline},
+		{strings.Replace(serveRaw(t, func(conn net.Conn) { io.WriteString(conn, "HTTP/1.1 400 Bad Request\r\n\r\n") }), "http:", "https:", 1), "", "network", false, "is plain http", testDeadline},
+		{strings.Replace(serveRaw(t, func(conn net.Conn) { io.WriteString(conn, "SSH-2.0-x\r\n") }), "http:", "https:", 1), "", "network", true, "tls", testDeadline},
 		{silent, "", "stall", true, "liveness_ms", 200 * time.Millisecond},
 		{rude, "", "network", true, "127.0.0.1", testDeadline},
 		{serveRaw(t, func(conn net.Conn) { readRequest(conn) }), "", "network", true, ": the server closed the connection without an answer", testDeadline},
