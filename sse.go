@@ -397,7 +397,7 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 		return b.read(src, func() { until = time.Now().Add(c.grace) })
 	}
 	raw, _ := io.ReadAll(io.LimitReader(src, maxErrorBody)) // a body that breaks off still has its status
-	e := refusal([]byte(c.clean(string(raw))), resp.StatusCode, fmt.Sprintf("%d %s: ", resp.StatusCode, http.StatusText(resp.StatusCode)))
+	e := refusal([]byte(c.clean(string(raw))), resp.StatusCode, strings.TrimSpace(fmt.Sprint(resp.StatusCode, " ", http.StatusText(resp.StatusCode)))+": ")
 	e.retryAfter = retryAfter(h, time.Now())
 	e.message += map[bool]string{true: "; the server asks to come back after " + time.Now().Add(e.retryAfter).UTC().Format(time.RFC3339)}[e.retryAfter > maxRetryAfter] + map[bool]string{true: "; redirects are not followed, set the base URL to where it leads: " + bareURL(h.Get("Location"))}[e.status/100 == 3]
 	return e

@@ -1100,6 +1100,7 @@ func TestMessagesSayWhatTheUserNeeds(t *testing.T) {
 		{sseStatus(401, `{"error":"key `+key+` is wrong"}`), []string{"[key] is wrong", "withheld because"}, []string{key}},
 		{sseStatus(401, strings.Repeat("x", maxMessage-6)+key), nil, []string{key[:6]}},
 		{sseStatus(400, `{"reason":"odd"}`), []string{"odd"}, nil},
+		{sseStatus(499, `{"error":"gone"}`), []string{": 499: gone"}, nil}, // a status without words
 		{sseStatus(404, `{"message":"Route POST:/v1/chat/completions?api-version=7&code=hidden not found"}`), []string{"/v1/chat/completions?[redacted] not found"}, []string{"hidden"}},
 		{sseStatus(400, `{"title":"Odd","status":400}`), []string{"400 Bad Request: Odd"}, nil},
 		{sseStatus(302, "", "Location", "https://login.test/page?token=abc"), []string{"302 Found; redirects", "https://login.test/page"}, []string{"token"}},
