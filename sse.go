@@ -334,8 +334,7 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 	_, untrusted := errors.AsType[*tls.CertificateVerificationError](err)
 	first, _ := errors.AsType[tls.RecordHeaderError](err)
 	hint := cmp.Or(map[bool]string{true: "; if the server is right, name the file with its CA in SSL_CERT_FILE"}[untrusted], map[bool]string{true: "; the URL says https, and what answers there is plain http"}[string(first.RecordHeader[:]) == "HTTP/"])
-	e := &apiError{category: map[bool]string{true: "stall", false: "network"}[silent], retryable: hint == "" && !errors.Is(err, errReplayEnd),
-		message: cmp.Or(map[bool]error{true: errSilent}[silent], map[bool]error{true: errNoAnswer}[errors.Is(err, io.EOF)], err).Error() + hint}
+	e := &apiError{category: map[bool]string{true: "stall", false: "network"}[silent], retryable: hint == "" && !errors.Is(err, errReplayEnd), message: cmp.Or(map[bool]error{true: errSilent}[silent], map[bool]error{true: errNoAnswer}[errors.Is(err, io.EOF)], err).Error() + hint}
 	// What a proxy answered is one of our errors by now, and so is what a recording says that no re-send would change.
 	_ = errors.As(err, &e)
 	if c.record != nil && (silent || ctx.Err() == nil) { // no response is one too, or a replay would lack its retry; an error shows with the next
@@ -891,10 +890,9 @@ func classify(status int, inside bool, said string) (category string, retryable 
 // server's clock, which may be far from ours. Anything else, such as nan or a
 // negative, is 0, too; the wait is at most farFuture.
 func retryAfter(h http.Header, now time.Time) (wait time.Duration) {
+	at, _ := http.ParseTime(h.Get("Retry-After")) // what is no date is long past
 	said, _ := http.ParseTime(h.Get("Date"))
-	if at, err := http.ParseTime(h.Get("Retry-After")); err == nil {
-		wait = max(at.Sub(cmp.Or(said, now)), 0)
-	}
+	wait = max(at.Sub(cmp.Or(said, now)), 0)
 	for i, name := range []string{"Retry-After", "Retry-After-Ms"} {
 		if n, err := strconv.ParseFloat(strings.TrimSpace(h.Get(name)), 64); err == nil && n >= 0 {
 			wait = time.Duration(min(n*[]float64{1e9, 1e6}[i], float64(farFuture)))
@@ -1024,10 +1022,12 @@ func (o object) get(keys ...string) (val []byte) {
 }
 
 // str decodes a JSON string, a lone surrogate replaced; anything else is "".
-func str(raw []byte) (s string) {
-	if len(raw) > 1 && raw[0] == '"' {
-		_ = json.Unmarshal(raw, &s) // cannot fail: raw is valid
+func str(raw []byte) string {
+	if len(raw) < 2 || raw[0] != '"' {
+		return ""
 	}
+	var s string
+	_ = json.Unmarshal(raw, &s) // cannot fail: raw is valid
 	return s
 }
 
