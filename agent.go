@@ -384,10 +384,8 @@ func (a *agent) run(ctx context.Context) (answer string, err error) {
 			}
 			err = a.add(rec)
 		}
-		for _, c := range r.calls {
-			if err == nil {
-				err = a.call(ctx, c)
-			}
+		for i := 0; i < len(r.calls) && err == nil; i++ {
+			err = a.call(ctx, r.calls[i])
 		}
 		if err == nil && lengths > 0 {
 			err = a.add(record{Type: recNote, Message: userMessage("Your last reply was cut at the output limit. Continue where it ended.")})
