@@ -90,10 +90,19 @@ func endSignals() []os.Signal {
 	return slices.DeleteFunc([]os.Signal{syscall.SIGHUP, syscall.SIGINT, syscall.SIGTERM}, signal.Ignored)
 }
 
-// interrupt is one of the nested signal contexts.
-type interrupt struct {
-	ctx context.Context
-	sig syscall.Signal
+// untilSignal gives a context that ends with the first of these signals, and by
+// its cause as one that it interrupted. Never disarmed: between the receipts and
+// the exit a signal would kill belay, as if the run had failed.
+func untilSignal() context.Context {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	endedBy := func(sig syscall.Signal) {
+		cancel(&ending{128 + int(sig), "interrupted", "interrupted", "ended by " + signalName(sig)})
+	}
+	for _, sig := range endSignals() { // one by one: of none, package signal means all
+		came, _ := signal.NotifyContext(ctx, sig)
+		context.AfterFunc(came, func() { endedBy(sig.(syscall.Signal)) })
+	}
+	return ctx
 }
 
 // encodeEvent gives one line of docs/protocol.md: type first, then pairs of
@@ -642,18 +651,17 @@ type execution struct {
 	// set once
 	*agent
 	*printer
-	own        *jobs // without --auto there are never any
-	interrupts []interrupt
-	id         string
-	began      time.Time
+	own   *jobs // without --auto there are never any
+	id    string
+	began time.Time
 }
 
 // runExec runs one task and gives the exit code. Whatever happens, everything
-// passes the same end: kill, reap, then write. interrupts: outermost first.
-func runExec(ctx context.Context, cfg *config, h *host, interrupts []interrupt, transport http.RoundTripper, record io.Writer, stdout, stderr *os.File) int {
+// passes the same end: kill, reap, then write.
+func runExec(signals context.Context, cfg *config, h *host, transport http.RoundTripper, record io.Writer, stdout, stderr *os.File) int {
 	// Of the writes too: a reader that stands still does not stop the clock.
 	late := &ending{124, "failed", "timeout", fmt.Sprintf("--timeout %s ran out", cfg.timeout)}
-	ctx, stop := context.WithTimeoutCause(ctx, cmp.Or(cfg.timeout, farFuture), late)
+	ctx, stop := context.WithTimeoutCause(signals, cmp.Or(cfg.timeout, farFuture), late)
 	defer stop()
 	ctx, fail := context.WithCancelCause(ctx)
 	defer fail(nil)
@@ -662,7 +670,7 @@ func runExec(ctx context.Context, cfg *config, h *host, interrupts []interrupt, 
 	if cfg.verbose {
 		trace = func(s string) { p.say("%s: %s", cfg.program, s) }
 	}
-	x := &execution{agent: newAgent(cfg, transport, record, trace), printer: p, own: &jobs{host: h}, interrupts: interrupts, id: randomHex() + randomHex(), began: time.Now()}
+	x := &execution{agent: newAgent(cfg, transport, record, trace), printer: p, own: &jobs{host: h}, id: randomHex() + randomHex(), began: time.Now()}
 	x.emit = func(kind string, pairs ...any) { p.print(ctx, kind, pairs...) }
 	if cfg.auto {
 		t, err := newJobs(h, toolOptions(cfg, x.id))
@@ -676,7 +684,7 @@ func runExec(ctx context.Context, cfg *config, h *host, interrupts []interrupt, 
 	var watch sync.WaitGroup
 	// owner: runExec; ends when ctx does; joined by watch
 	watch.Go(func() { x.supervise(ctx) })
-	code := x.finish(x.converse(ctx))
+	code := x.finish(signals, x.converse(ctx))
 	fail(nil)
 	watch.Wait()
 	return code
@@ -774,15 +782,11 @@ func agentsFile(workspace string) (text, notice string) {
 
 // finish gives the exit code of a run that was released. Of any other it ends
 // all that is left and writes the last lines.
-func (x *execution) finish(err error) int {
+func (x *execution) finish(signals context.Context, err error) int {
 	if err == nil {
 		return 0
 	}
-	for _, i := range slices.Backward(x.interrupts) {
-		if i.ctx.Err() != nil { // the outermost that ended is the signal that came
-			err = &ending{128 + int(i.sig), "interrupted", "interrupted", "ended by " + signalName(i.sig)}
-		}
-	}
+	err = cmp.Or(context.Cause(signals), err) // a signal that came ended the run, whatever failed by it
 	e := endingOf(fmt.Errorf("%w%s", err, leftOver(x.own.endAll(orderEnd, func(*job) bool { return true }))))
 	var stopped [][]any
 	for _, j := range x.own.list((*job).pending) {

@@ -162,21 +162,16 @@ func demo(cfg config, transport http.RoundTripper, record io.Writer, stdout, std
 
 // guarded runs exec with signals armed before anything is started.
 func guarded(cfg *config, transport http.RoundTripper, record io.Writer, stdout, stderr *os.File) (code int, err error) {
-	ctx, interrupts, caught := context.Background(), []interrupt(nil), endSignals()
-	for _, sig := range caught {
-		// Never disarmed: between the receipts and the exit a signal would kill belay, as if the run had failed.
-		next, _ := signal.NotifyContext(ctx, sig)
-		ctx, interrupts = next, append(interrupts, interrupt{next, sig.(syscall.Signal)})
-	}
+	ctx := untilSignal()
 	h, err := newHost()
 	if err != nil {
 		return 1, err
 	}
 	done, second := make(chan int, 1), make(chan os.Signal, 1)
 	// owner: guarded; ends when the run has passed its teardown; joined by done, but for a second signal
-	go func() { done <- runExec(ctx, cfg, h, interrupts, transport, record, stdout, stderr) }()
+	go func() { done <- runExec(ctx, cfg, h, transport, record, stdout, stderr) }()
 	// After the first signal, and so only if one is caught: a second set beside the first, which stays.
-	context.AfterFunc(ctx, func() { time.AfterFunc(sameSignal, func() { signal.Notify(second, caught...) }) })
+	context.AfterFunc(ctx, func() { time.AfterFunc(sameSignal, func() { signal.Notify(second, endSignals()...) }) })
 	var leave <-chan time.Time
 	for {
 		select {

@@ -21,7 +21,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 )
@@ -342,10 +341,9 @@ type peer struct {
 // runServe is the daemon from its lock to its end. An error of it is its last line.
 func runServe(cfg *config, stderr *os.File) (code int, err error) {
 	say := sayTo(stderr, cfg.program+": ")
-	signals, starting := make(chan os.Signal, 1), context.Background()
-	for _, sig := range endSignals() { // one by one: of none, package signal means all
+	signals, starting := make(chan os.Signal, 1), untilSignal()
+	for _, sig := range endSignals() { // one by one, as there
 		signal.Notify(signals, sig)
-		starting, _ = signal.NotifyContext(starting, sig)
 	}
 	debug.SetMemoryLimit(daemonMemory)
 	// Nothing before the lock may touch the home, and nothing but the lock's words may be said:
@@ -992,38 +990,34 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err er
 	}
 	r := &wireRequest{Type: cfg.command, Session: cmp.Or(cfg.session, keep(strings.Join(cfg.args, ""), cfg.command == "cancel")),
 		Content: cfg.prompt, Resume: cfg.resume, Mode: keep("now", cfg.now)}
-	signals, interrupted := make(chan os.Signal, 1), atomic.Int32{}
+	ctx := context.Background()
 	if cfg.command == "turn" {
-		for _, sig := range endSignals() { // one by one: to Notify no signal at all means every one
-			signal.Notify(signals, sig)
-		}
+		ctx = untilSignal()
 		if r.Session == "" {
 			r.Session = fmt.Sprintf("s-%x", time.Now().UnixNano())
 			p.say("%s: session %s", cfg.program, r.Session)
 		}
 	}
-	// owner: runClient; ends when a signal has come, or with the process; joined by neither, since it holds nothing
-	go func() {
-		sig := <-signals
-		signal.Stop(signals) // a second one ends us as it ends any program
-		interrupted.Store(128 + int32(sig.(syscall.Signal)))
+	context.AfterFunc(ctx, func() {
+		signal.Reset(endSignals()...) // a second one ends us as it ends any program
 		p.say("%s: cancelling; once more to leave the turn alone", cfg.program)
 		_ = send(2, &wireRequest{Type: "cancel", Session: r.Session}) // which fits into a frame
-	}()
+	})
 	if err = send(1, r); err != nil { // only now: a daemon that stands still may not take it
 		return 1, err
 	}
 	for {
 		e, err := readFrame(sock, clientFrame, func() {})
+		interrupted := endingOf(context.Cause(ctx)).code
 		// A bye in place of an answer: the request came when the daemon took none any more.
 		if err != nil || cfg.command != "shutdown" && str(parse(e.Msg).get("type")) == "bye" {
 			p.say("%s: the daemon closed the connection; see docs/runbook.md#no-daemon", cfg.program)
-			return max(1, int(interrupted.Load())), nil
+			return max(1, interrupted), nil
 		}
 		if e.ID == 2 { // of no interest
 			continue
 		}
-		code, err = flushed(out, showMessage(p, cfg, out, e.Msg, int(interrupted.Load())))
+		code, err = flushed(out, showMessage(p, cfg, out, e.Msg, interrupted))
 		if err != nil || e.Final && (cfg.command != "shutdown" || e.ID == 0 || code != 0) { // a shutdown is over with the daemon's bye
 			return code, err
 		}
