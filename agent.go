@@ -558,23 +558,22 @@ func (a *agent) start(ctx context.Context, args *arguments, timeout time.Duratio
 		}
 	}
 	j, err := a.jobs.start(args.Command, args.Path, args.Stdin, log)
-	switch {
-	case err != nil:
+	if err != nil {
 		return r, err
-	case args.Background:
+	}
+	if args.Background {
 		r.text = fmt.Sprintf("started in the background as %s (pid %d); it ends with this run%s", j.id, j.pid,
 			keep(" unless that completes, which releases it; its log is "+j.log+"; probe that it is ready before you answer", args.Persist))
-	default:
-		late := ""
-		if !j.wait(ctx, timeout) {
-			late = fmt.Sprintf("timed out after %d ms; for long work use background:true and wait", timeout.Milliseconds())
-			j.cancelled.Store(ctx.Err() != nil)
-			end(orderEnd, j)
-		}
-		a.jobs.forget(j)
-		r = a.report(j, late)
+		return r, nil
 	}
-	return r, nil
+	late := ""
+	if !j.wait(ctx, timeout) {
+		late = fmt.Sprintf("timed out after %d ms; for long work use background:true and wait", timeout.Milliseconds())
+		j.cancelled.Store(ctx.Err() != nil)
+		end(orderEnd, j)
+	}
+	a.jobs.forget(j)
+	return a.report(j, late), nil
 }
 
 // report gives the new output of a job and what became of it. late says that
