@@ -172,7 +172,6 @@ func guarded(cfg *config, transport http.RoundTripper, record io.Writer, stdout,
 	go func() { done <- runExec(ctx, cfg, h, transport, record, stdout, stderr) }()
 	// After the first signal, and so only if one is caught: a second set beside the first, which stays.
 	context.AfterFunc(ctx, func() { time.AfterFunc(sameSignal, func() { signal.Notify(second, endSignals()...) }) })
-	var leave <-chan time.Time
 	for {
 		select {
 		case code := <-done:
@@ -180,9 +179,7 @@ func guarded(cfg *config, transport http.RoundTripper, record io.Writer, stdout,
 		case sig := <-second:
 			// owner: guarded; ends when no keeper is being started, which somebody may hold up; joined by the exit
 			go h.killAll()
-			code, leave = 128+int(sig.(syscall.Signal)), cmp.Or(leave, time.After(killWait)) // a third one postpones nothing
-		case <-leave:
-			return code, nil
+			time.AfterFunc(killWait, func() { done <- 128 + int(sig.(syscall.Signal)) }) // a third one postpones nothing
 		}
 	}
 }
