@@ -154,7 +154,8 @@ type printer struct {
 // then may still get out, if the reader comes back. What comes when ctx has ended
 // goes out before the last lines.
 func (p *printer) write(ctx context.Context, line []byte) (err error) {
-	written, turn := make(chan error, 1), p.writing
+	written, turn := make(chan error, 2), p.writing // the first of two counts
+	defer context.AfterFunc(ctx, func() { written <- context.Cause(ctx) })()
 	p.left = append(p.left, line...)
 	if ctx.Err() != nil {
 		turn = nil // never: with both ready it would be chance
@@ -167,12 +168,7 @@ func (p *printer) write(ctx context.Context, line []byte) (err error) {
 		go func() { _, err := p.stdout.Write(lines); <-turn; written <- err }()
 	case <-ctx.Done():
 	}
-	select {
-	case err = <-written:
-	case <-ctx.Done():
-		err = context.Cause(ctx)
-	}
-	if err != nil {
+	if err = <-written; err != nil {
 		p.fail(err)
 	}
 	return err
@@ -185,18 +181,14 @@ func (p *printer) write(ctx context.Context, line []byte) (err error) {
 // takes nothing holds up the run for lastLines; only a receipt's error stops it.
 // poll(2) is not asked: a terminal that stands still says that it takes a line,
 // and takes a part of it.
-func (p *printer) say(format string, args ...any) (err error) {
+func (p *printer) say(format string, args ...any) error {
 	text := regexp.MustCompile(`[^\P{Cc}\n\t]`).ReplaceAllString(strings.ToValidUTF8(fmt.Sprintf(format, args...), "\uFFFD"), "\uFFFD")
 	text = strings.NewReplacer("##", "#\uFFFD", "\n", "\n  | ").Replace(text) + "\n"
-	written := make(chan error, 1)
+	written := make(chan error, 2) // the first of two counts
+	defer time.AfterFunc(lastLines, func() { written <- errors.New("stderr takes nothing") }).Stop()
 	// owner: say; ends when stderr has taken the text; joined by written, but for a reader that stands still
 	go func() { _, err := p.stderr.WriteString(text); written <- err }()
-	select {
-	case err = <-written:
-	case <-time.After(lastLines):
-		err = errors.New("stderr takes nothing")
-	}
-	return err
+	return <-written
 }
 
 // show says something of a run's course, which only the text format has on stderr.
