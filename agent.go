@@ -905,14 +905,6 @@ const examples = "\nExamples:\n" + `  belay exec --auto --timeout 20m "make the 
   belay help | less
 `
 
-// helpOn gives what usage and examples say about a command, all for "".
-func helpOn(topic, usage string) string {
-	if topic == "" {
-		return usage + examples
-	}
-	return strings.Join(regexp.MustCompile(`(?m)^  belay (.* )?`+topic+`( .*)?\n|^Flags of `+topic+`:\n(  .*\n)*`).FindAllString(usage+examples, -1), "")
-}
-
 // caught makes an error of a panic. It is to be deferred.
 func caught(err *error) {
 	if p := recover(); p != nil {

@@ -273,7 +273,7 @@ func TestManPage(t *testing.T) {
 func TestHelpOnEveryCommand(t *testing.T) {
 	for name := range strings.FieldsSeq(allCommands) {
 		var usage, example []string
-		for line := range strings.Lines(helpOn(name, usageText)) {
+		for line := range strings.Lines(helpOn(name)) {
 			switch {
 			case strings.Contains(examples, "\n"+line) && strings.HasPrefix(line, "  belay "+name):
 				example = append(example, line)
@@ -285,10 +285,10 @@ func TestHelpOnEveryCommand(t *testing.T) {
 			t.Errorf("help %s: %q %q", name, usage, example)
 		}
 	}
-	if !strings.HasPrefix(helpOn("", usageText), usageText) || !strings.Contains(helpOn("exec", usageText), "--append-system-prompt") {
-		t.Error(helpOn("exec", usageText))
+	if !strings.HasPrefix(helpOn(""), usageText) || !strings.Contains(helpOn("exec"), "--append-system-prompt") {
+		t.Error(helpOn("exec"))
 	}
-	for line := range strings.Lines(helpOn("", usageText)) {
+	for line := range strings.Lines(helpOn("")) {
 		if utf8.RuneCountInString(line) > 80+len("\n") {
 			t.Errorf("wider than 80 columns: %s", line)
 		}

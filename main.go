@@ -34,6 +34,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"runtime/debug"
 	"slices"
@@ -103,13 +104,21 @@ func run(args, env []string, stdin, stdout, stderr *os.File) int {
 		code, err = command(cfg, stdin, stdout, stderr)
 	}
 	if help, asked := errors.AsType[*helpRequest](err); asked {
-		_, err = io.WriteString(stdout, helpOn(help.topic, usageText))
+		_, err = io.WriteString(stdout, helpOn(help.topic))
 		code = endingOf(err).code
 	}
 	if err != nil {
 		fmt.Fprintf(stderr, "%s: %v\n", filepath.Base(args[0]), err)
 	}
 	return code
+}
+
+// helpOn gives what usage and examples say about a command, all for "".
+func helpOn(topic string) string {
+	if topic == "" {
+		return usageText + examples
+	}
+	return strings.Join(regexp.MustCompile(`(?m)^  belay (.* )?`+topic+`( .*)?\n|^Flags of `+topic+`:\n(  .*\n)*`).FindAllString(usageText+examples, -1), "")
 }
 
 // command does what the command line asks for.
