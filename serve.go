@@ -708,39 +708,43 @@ func (d *daemon) handle(p *peer, e envelope) (id int64, answer any) {
 	}
 	switch {
 	case !in("ping status turn attach cancel sessions shutdown", cmp.Or(r.Type, "ping")): // whatever its fields are
-		return e.ID, newWireError(codeUnknownMessage, "this daemon knows ping, status, turn, attach, cancel, sessions and shutdown")
+		answer = newWireError(codeUnknownMessage, "this daemon knows ping, status, turn, attach, cancel, sessions and shutdown")
 	case err != nil || e.ID == 0 || !e.Final || r.Type == "" || r.Type == "attach" && r.From < 0 || r.Type == "turn" && r.Content == "",
 		r.Type == "shutdown" && !in("drain now", cmp.Or(r.Mode, "now")), r.Type == "turn" && !in("continue cancel", cmp.Or(r.OnDisconnect, "cancel")):
-		return e.ID, newWireError(codeBadRequest, "a request needs an id from 1, final true, a type, and the fields of that type as docs/protocol.md has them")
+		answer = newWireError(codeBadRequest, "a request needs an id from 1, final true, a type, and the fields of that type as docs/protocol.md has them")
 	case in("turn attach cancel", r.Type) && !validSessionID(r.Session):
-		return e.ID, newWireError(codeBadSessionID, errBadSessionID.Error())
+		answer = newWireError(codeBadSessionID, errBadSessionID.Error())
 	case in("turn attach", r.Type) && len(p.open) > openMax:
-		return e.ID, newWireError(codeOverloaded, fmt.Sprintf("%d requests of this connection are open, no more are possible", openMax))
+		answer = newWireError(codeOverloaded, fmt.Sprintf("%d requests of this connection are open, no more are possible", openMax))
 	case r.Type == "attach" && i < 0:
-		return e.ID, func() any { return d.lastTurn(r.Session) }
-	}
-	switch r.Type {
-	case "ping":
+		answer = func() any { return d.lastTurn(r.Session) }
+	case r.Type == "ping":
 		answer = &wireReply{Type: "pong", Data: r.Data}
-	case "status":
+	case r.Type == "status":
 		answer = &wireReply{Type: "status", Status: d.statusLocked()}
-	case "sessions":
+	case r.Type == "sessions":
 		answer = d.sessions
-	case "turn":
-		if bad := d.refusalLocked(r, i >= 0); bad != nil {
-			return e.ID, bad
-		}
+	case r.Type == "turn" && d.refusal != nil:
+		d.recheckLocked()
+		answer = d.refusal
+	case r.Type == "turn" && len(r.Content) > contentMax:
+		answer = newWireError(codeContentTooLarge, fmt.Sprintf("the content has %d bytes, at most %d are possible", len(r.Content), contentMax))
+	case r.Type == "turn" && i >= 0:
+		answer = storeError(errHeld)
+	case r.Type == "turn" && len(d.turns) > d.cfg.maxQueue:
+		answer = newWireError(codeOverloaded, fmt.Sprintf("%d turns run or wait, no more are possible (limits.max_queue)", len(d.turns)))
+	case r.Type == "turn":
 		d.startLocked(t, p, r)
 		r.From = 1 // which is a field of attach
 		fallthrough
-	case "attach":
+	case r.Type == "attach":
 		p.open[e.ID] = t
 		// owner: peer; ends when the turn or the connection does; joined by conns
 		d.conns.Go(func() { p.follow(t, e.ID, max(r.From, 1)) })
-	case "cancel":
+	case r.Type == "cancel":
 		t.cancel(errCancelled)
 		answer = &wireReply{Type: "ok"}
-	case "shutdown":
+	case r.Type == "shutdown":
 		answer = func() any {
 			d.stop(r.Mode == "now")
 			return &wireReply{Type: "ok"}
@@ -758,22 +762,6 @@ func (d *daemon) statusLocked() json.RawMessage {
 	phase := cmp.Or(keep("serving", d.refusal == nil), keep("draining", d.refusal == errDraining), "not ready: "+cmp.Or(d.refusal, &wireError{}).Anchor)
 	return jsonObject("version", version(), "pid", os.Getpid(), "phase", phase, "tools", d.tools.lack == nil,
 		"running", names, "queued", max(0, len(d.turns)-1), "clients", len(d.peers))
-}
-
-// refusalLocked says why a turn is not accepted.
-func (d *daemon) refusalLocked(r wireRequest, busy bool) *wireError {
-	switch {
-	case d.refusal != nil:
-		d.recheckLocked()
-		return d.refusal
-	case len(r.Content) > contentMax:
-		return newWireError(codeContentTooLarge, fmt.Sprintf("the content has %d bytes, at most %d are possible", len(r.Content), contentMax))
-	case busy:
-		return storeError(errHeld)
-	case len(d.turns) > d.cfg.maxQueue:
-		return newWireError(codeOverloaded, fmt.Sprintf("%d turns run or wait, no more are possible (limits.max_queue)", len(d.turns)))
-	}
-	return nil
 }
 
 // startLocked accepts a turn, which from then on holds its session.
@@ -803,13 +791,12 @@ func (d *daemon) lastTurn(session string) any {
 		err = j.read()
 		j.close()
 	}
-	if err == nil && j.running { // since just now, or by another process
-		err = errHeld
-	}
-	if err != nil {
+	switch {
+	case err != nil:
 		return storeError(fmt.Errorf("session %s: %w", session, err))
-	}
-	if !in("end max_turns cancelled interrupted", j.stop) {
+	case j.running: // since just now, or by another process
+		return storeError(errHeld)
+	case !in("end max_turns cancelled interrupted", j.stop):
 		return newWireError(errorCode(cmp.Or(j.stop, string(codeNoSuchSession))), "the last turn of the session failed, or it has none")
 	}
 	var last json.RawMessage
