@@ -607,10 +607,8 @@ func leftOver(left string) string {
 
 // version is the tag or commit that the build knows of.
 func version() string {
-	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
-		return info.Main.Version
-	}
-	return "(devel)"
+	info, _ := debug.ReadBuildInfo() // nil from a builder that knows no modules
+	return cmp.Or(cmp.Or(info, &debug.BuildInfo{}).Main.Version, "(devel)")
 }
 
 // source opens what a run reads and records: the prompt, and a recording in
