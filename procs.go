@@ -46,18 +46,20 @@ import (
 
 // Times and sizes: what takes longer is reported as left, what is larger is cut.
 const (
-	keeperName, ctlFD = "cmd-keeper", 3 // argv[0] and comm: kill by name must not hit belay and all keepers at once; the socketpair's end
-	// Until a keeper that ends its tree is killed itself; until a tree is given up; between TERM and KILL, of a command and
-	// of a released service; for the end of the output once the tree is gone; between two looks at a tree; from a keeper to
-	// its command (milliseconds, unless somebody stopped it or a directory hangs); one Read, Write or Edit; for belay to
-	// read what keepers have said.
-	wedged, endBound, grace, stopGrace, eofWait, pause, startBound, fileBound, lookAgain = grace + time.Second, 10 * time.Second, 500 * time.Millisecond, 5 * time.Second, time.Second, 3 * time.Millisecond, 5 * time.Second, 30 * time.Second, 100 * time.Millisecond
+	keeperName, ctlFD = "cmd-keeper", 3                       // argv[0] and comm: kill by name must not hit belay and all keepers at once; the socketpair's end
+	wedged, endBound  = grace + time.Second, 10 * time.Second // until a keeper that ends its tree is killed itself; until a tree is given up
+	// Between TERM and KILL, of a command and of a released service; for the end of the output once the tree is gone;
+	// between two looks at a tree; from a keeper to its command (milliseconds, unless somebody stopped it or a directory
+	// hangs); one Read, Write or Edit; for belay to read what keepers have said.
+	grace, stopGrace, eofWait, pause = 500 * time.Millisecond, 5 * time.Second, time.Second, 3 * time.Millisecond
+	startBound, fileBound, lookAgain = 5 * time.Second, 30 * time.Second, 100 * time.Millisecond
 
 	// Bytes of a long output that are shown from its start and from its end, and kept in the scratch directory; of a
-	// file for Read and Edit; threads of a keeper; one Read; bytes of one argument (MAX_ARG_STRLEN less the NUL, execve(2));
-	// of a dead service's log in the error; thousandths of the memory that count as a command's own when it ends, and the
-	// most that can.
-	headKeep, tailKeep, spillMax, fileMax, spareMax, readLines, readBytes, commandMax, logTail, oomMore, oomMost = 6000, 24000, 64 << 20, 64 << 20, 6, 2000, 50 << 10, 131071, 2000, 300, 1000
+	// file for Read and Edit; threads of a keeper.
+	headKeep, tailKeep, spillMax, fileMax, spareMax = 6000, 24000, 64 << 20, 64 << 20, 6
+	// One Read; bytes of one argument (MAX_ARG_STRLEN less the NUL, execve(2)); of a dead service's log in the error;
+	// thousandths of the memory that count as a command's own when it ends, and the most that can.
+	readLines, readBytes, commandMax, logTail, oomMore, oomMost = 2000, 50 << 10, 131071, 2000, 300, 1000
 )
 
 // proc is one line of the process list. pid and start together name a process
@@ -89,7 +91,7 @@ func readProc(pid int) (p proc, ok bool) {
 	b, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
 	f := strings.Fields(string(b[bytes.LastIndexByte(b, ')')+1:]))
 	if len(f) < 20 {
-		return proc{state: map[bool]byte{false: '?'}[err == nil || errors.Is(err, os.ErrNotExist) || errors.Is(err, os.ErrPermission) || errors.Is(err, unix.ESRCH)]}, false
+		return proc{state: when[byte](err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, os.ErrPermission) && !errors.Is(err, unix.ESRCH), '?')}, false
 	}
 	p.pid, p.state = pid, f[0][0]
 	p.ppid, _ = strconv.Atoi(f[1])
@@ -468,7 +470,7 @@ func replaceFile(path string, data []byte) error {
 		}
 	}
 	// Without mode and owner of what is there they would be lost.
-	if err = cmp.Or(err, map[bool]error{false: statErr}[errors.Is(statErr, os.ErrNotExist)], f.Sync()); err == nil {
+	if err = cmp.Or(err, when(!errors.Is(statErr, os.ErrNotExist), statErr), f.Sync()); err == nil {
 		err = os.Rename(temp, path)
 	}
 	dir, _ := os.Open(filepath.Dir(path))
@@ -501,7 +503,7 @@ func planSandbox(o jobOptions, abi int) (*confinement, error) {
 	switch _, _, e := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, 0, 0); {
 	case abi < 2:
 		why = fmt.Sprintf("it needs Landlock ABI 2 (Linux 5.19), this kernel offers %d", abi)
-	case seccompArch() == 0 || e != unix.EFAULT:
+	case !slices.Contains([]string{"amd64", "arm64"}, runtime.GOARCH) || e != unix.EFAULT:
 		why = fmt.Sprintf("it needs system call filters on amd64 or arm64, this is %s, where seccomp says: %v", runtime.GOARCH, e)
 	case c.grants("/") || o.home != "" && c.grants(o.home):
 		why = fmt.Sprintf("workspace %s or another writable directory is / or holds belay's home %s, so that commands could write the next run's configuration: take another --workspace or --home", o.workspace, o.home)
@@ -546,10 +548,7 @@ func (c *confinement) gitCommon(workspace string) string {
 	}
 	ours := filepath.Join(workspace, ".git")
 	dir := named(ours, "gitdir: ")
-	if c.grants(dir) || filepath.Base(filepath.Dir(dir)) != "worktrees" || named(filepath.Join(dir, "gitdir"), "") != ours {
-		return ""
-	}
-	return filepath.Dir(filepath.Dir(dir))
+	return when(!c.grants(dir) && filepath.Base(filepath.Dir(dir)) == "worktrees" && named(filepath.Join(dir, "gitdir"), "") == ours, filepath.Dir(filepath.Dir(dir)))
 }
 
 // realPath is an absolute path without links, as far as it exists.
@@ -628,11 +627,6 @@ func dropCapabilities() error {
 	return cmp.Or(err, os.NewSyscallError("capset", unix.Capset(&head, &data[0])))
 }
 
-// seccompArch is 0 where the filter is not written for the processor.
-func seccompArch() uint32 {
-	return map[string]uint32{"amd64": unix.AUDIT_ARCH_X86_64, "arm64": unix.AUDIT_ARCH_AARCH64}[runtime.GOARCH]
-}
-
 // filterCalls installs a seccomp filter. Foreign ABIs and io_uring (which
 // opens sockets past a filter) do not exist; prlimit(2) is for the caller itself,
 // since a limit of memory or descriptors would keep belay and keepers from
@@ -651,7 +645,9 @@ func (c *confinement) filterCalls() error {
 		nr, arch, args, openAMD64, x32 = 0, 4, 16, 2, 0x40000000
 	)
 	type op unix.SockFilter // code, jumps for yes and no in instructions, operand
-	ops := []op{{load, 0, 0, arch}, {is, 1, 0, seccompArch()}, {ret, 0, 0, nosys},
+	// Others were refused by planSandbox.
+	native := map[string]uint32{"amd64": unix.AUDIT_ARCH_X86_64, "arm64": unix.AUDIT_ARCH_AARCH64}[runtime.GOARCH]
+	ops := []op{{load, 0, 0, arch}, {is, 1, 0, native}, {ret, 0, 0, nosys},
 		{load, 0, 0, nr}, {from, 0, 1, x32}, {ret, 0, 0, nosys}, {is, 0, 1, unix.SYS_IO_URING_SETUP}, {ret, 0, 0, nosys},
 		{is, 0, 4, unix.SYS_PRLIMIT64}, {load, 0, 0, args}, {is, 0, 1, 0}, {ret, 0, 0, unix.SECCOMP_RET_ALLOW}, {ret, 0, 0, deny}}
 	if c.ABI < 3 {
@@ -751,7 +747,7 @@ func pollFD(fd int, events int16, wait time.Duration) int16 {
 	for end := time.Now().Add(wait); ; {
 		// poll(2): EINTR is normal. What cannot be asked, as without memory, is taken as one hopes: the write shows it.
 		if _, err := unix.Poll(fds, int(max(0, time.Until(end).Milliseconds()))); err != unix.EINTR {
-			return map[bool]int16{true: fds[0].Revents, false: events}[err == nil]
+			return fds[0].Revents | when(err != nil, events)
 		}
 	}
 }
@@ -808,12 +804,11 @@ func newJobs(h *host, o jobOptions) (*jobs, error) {
 		return nil, err
 	}
 	t := &jobs{host: h, opts: o, confine: confine, scratch: makeScratch(os.Getenv("TMPDIR")), env: append(scrub(os.Environ(), o.dropNames, o.keepNames), "BELAY_RUN="+o.runID)}
-	if t.scratch == nil {
-		return t, nil
-	}
-	if t.root, err = os.OpenRoot(t.scratch.Name()); err == nil && confine != nil {
-		confine.grant(t.scratch.Name())
-		t.env = append(t.env, confine.redirects(t.scratch.Name())...)
+	if t.scratch != nil {
+		if t.root, err = os.OpenRoot(t.scratch.Name()); err == nil && confine != nil {
+			confine.grant(t.scratch.Name())
+			t.env = append(t.env, confine.redirects(t.scratch.Name())...)
+		}
 	}
 	return t, err
 }
@@ -1027,7 +1022,7 @@ func (t *jobs) file(ctx context.Context, r *fileRequest) (string, error) {
 		t.all = append(t.all, j)
 		return "", fmt.Errorf("%s hangs, so that nothing is known of it", r.Path)
 	}
-	return j.last.Text, map[bool]error{true: errors.New(j.last.Text)}[j.last.Kind != "file"]
+	return j.last.Text, when(j.last.Kind != "file", errors.New(j.last.Text))
 }
 
 // forget drops a finished job, so that a long run does not grow. One that could
@@ -1103,7 +1098,8 @@ func (o *output) take(running bool) (text string, omitted int, lost bool) {
 	o.buf = slices.Clone(o.buf[len(b):])
 	if omitted, o.dropped = o.dropped, 0; omitted > 0 {
 		head, tail := b[:headKeep-unfinished(b[:headKeep])], b[headKeep:]
-		for n := 1; n < utf8.UTFMax && len(tail) > 0 && !utf8.RuneStart(tail[0]); n, tail = n+1, tail[1:] {
+		for n := 1; n < utf8.UTFMax && len(tail) > 0 && !utf8.RuneStart(tail[0]); n++ {
+			tail = tail[1:]
 		}
 		omitted += len(b) - len(head) - len(tail)
 		text, b = strings.ToValidUTF8(string(head), "\uFFFD")+fmt.Sprintf("\n… %d bytes left out …\n", omitted), tail
@@ -1167,7 +1163,8 @@ func (t *jobs) confirm(j *job) (receipt, error) {
 	select {
 	case pid := <-j.said:
 		if ok && pid == p.pid {
-			return receipt{TaskID: j.id, PID: j.pid, PGID: j.pid, StartTime: p.start, BootID: boot, PIDNS: ns, Command: j.command, Workspace: t.opts.workspace, Log: j.log, At: time.Now().UTC().Format(time.RFC3339)}, nil
+			return receipt{TaskID: j.id, PID: j.pid, PGID: j.pid, StartTime: p.start, BootID: boot, PIDNS: ns,
+				Command: j.command, Workspace: t.opts.workspace, Log: j.log, At: time.Now().UTC().Format(time.RFC3339)}, nil
 		}
 	case <-time.After(time.Second):
 	}
