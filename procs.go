@@ -52,7 +52,7 @@ const (
 	// between two looks at a tree; from a keeper to its command (milliseconds, unless somebody stopped it or a directory
 	// hangs); one Read, Write or Edit; for belay to read what keepers have said.
 	grace, stopGrace, eofWait, pause = 500 * time.Millisecond, 5 * time.Second, time.Second, 3 * time.Millisecond
-	startBound, fileBound, lookAgain = 5 * time.Second, 30 * time.Second, 100 * time.Millisecond
+	startBound, fileBound, lookAgain = 5 * time.Second, 30 * time.Second, 500 * time.Millisecond
 
 	// Bytes of a long output that are shown from its start and from its end, and kept in the scratch directory; of a
 	// file for Read and Edit; threads of a keeper.
