@@ -456,7 +456,7 @@ func TestMemoryEnds(t *testing.T) {
 	t.Run("scores", func(t *testing.T) {
 		t.Parallel()
 		service := persist("cat /proc/self/oom_score_adj > score.new; mv score.new score; exec sleep 600")
-		r := execRun(t, serve(t, bash("cat /proc/self/oom_score_adj"), bash("cat /proc/$PPID/oom_score_adj"), calls("Bash", service), bash("until test -e score; do sleep 0.01; done; cat score"), say("up")))
+		r := execRun(t, serve(t, bash("cat /proc/self/oom_score_adj"), bash("until grep 800 /proc/$PPID/oom_score_adj; do sleep 0.01; done"), calls("Bash", service), bash("until test -e score; do sleep 0.01; done; cat score"), say("up")))
 		r.through(`echo 800 > /proc/self/oom_score_adj; exec "$@"`).finish(0)
 		stopService(t, int(r.one("service_released")["pid"].(float64)))
 		for i, want := range map[int]string{0: "1000", 1: "800", 3: "800"} {
