@@ -1226,3 +1226,15 @@ func TestHomeThatCannotBeWritten(t *testing.T) {
 		})
 	}
 }
+
+// Nor is anything known of it in a namespace below its own (unshare -p) with the
+// /proc of that: it shows the service, and its number means somebody else here.
+func TestServicesBelowTheirNamespace(t *testing.T) {
+	t.Parallel()
+	r := execRun(t, serve(t, calls("Bash", persist("exec sleep 600")), say("up")))
+	line := `"$@" && unshare --pid --fork sh -c '"$0" services; exec "$0" services stop $(cd $HOME/.belay/services && ls shell_* | cut -d . -f 1)' "$1"; exit $?`
+	r.inNamespace(line, "--pid", "--fork", "--mount-proc").finish(1)
+	if out := r.out.String() + r.err.String(); !strings.Contains(out, "  unknown  ") || !strings.Contains(out, `is not touched, its state is "unknown"`) {
+		t.Errorf("services: %q", out)
+	}
+}

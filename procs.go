@@ -1133,10 +1133,10 @@ type receipt struct {
 }
 
 // place names this boot and this PID namespace, which is not known where /proc is
-// of another one (nsenter -p): there our number is somebody else's.
+// of another one (nsenter -p, unshare -p): there none of our threads has our number.
 func place() (boot, ns string) {
 	b, _ := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	ns, _ = os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", os.Getpid()))
+	ns, _ = os.Readlink(fmt.Sprintf("/proc/self/task/%d/ns/pid", os.Getpid()))
 	return strings.TrimSpace(string(b)), ns
 }
 
