@@ -1067,3 +1067,24 @@ func TestListOfReceiptsThatIsAFIFO(t *testing.T) {
 		t.Errorf("stdout %q, stderr %q", list.out.String(), list.err.String())
 	}
 }
+
+// A service that puts a FIFO in the place of its log, and ends, does not hold the run.
+func TestServiceLogThatIsAFIFO(t *testing.T) {
+	t.Parallel()
+	const swap = `f=$(readlink /proc/$$/fd/1); rm $f; mkfifo $f; touch swapped`
+	r := execRun(t, serve(t, calls("Bash", persist(swap)), bash("until test -e swapped; do sleep 0.02; done"), say("up")), "--timeout", "10s").finish(1)
+	if said := fmt.Sprint(r.events("error")); !strings.Contains(said, "had exited before the run was complete") {
+		t.Errorf("errors %s", said)
+	}
+}
+
+// Nor does a FIFO that a service has filled and reads no more, in place of that list.
+func TestListOfReceiptsThatIsAFullFIFO(t *testing.T) {
+	t.Parallel()
+	const fill = `f=$HOME/.belay/services/released.jsonl; mkfifo $f; exec 3<>$f; dd if=/dev/zero of=$f bs=4096 oflag=nonblock 2>/dev/null; touch full; exec sleep 600`
+	r := execRun(t, serve(t, calls("Bash", persist(fill)), bash("until test -e full; do sleep 0.02; done"), say("up")), "--timeout", "10s").finish(0)
+	stopService(t, int(r.one("service_released")["pid"].(float64)))
+	if said := fmt.Sprint(r.events("notice")); !strings.Contains(said, "the release is not recorded") {
+		t.Errorf("notices %s", said)
+	}
+}

@@ -250,9 +250,8 @@ func keeperMain() int {
 		idle.Go(func() { runtime.LockOSThread(); there.Done(); there.Wait(); runtime.UnlockOSThread() })
 	}
 	idle.Wait()
-	in := bufio.NewReader(k.ctl)
+	in, spec := bufio.NewReader(k.ctl), jobSpec{}
 	line, _ := in.ReadBytes('\n')
-	var spec jobSpec
 	if json.Unmarshal(line, &spec) != nil {
 		return 2 // started by hand, or belay died
 	}
@@ -310,9 +309,8 @@ func (k *keeper) run(spec jobSpec, orders io.ByteReader) (kind string, err error
 	var kill <-chan time.Time // nil until the tree is ending
 	for ending := false; !k.reap(); {
 		if ending = ending || k.leader == 0; ending && kill == nil {
-			kill = time.After(grace)
 			all := k.tree()
-			k.last.Strays = when(k.leader == 0, len(all))
+			kill, k.last.Strays = time.After(grace), when(k.leader == 0, len(all))
 			signalAll(all, unix.SIGTERM, unix.SIGCONT) // a stopped process acts on TERM only after CONT (signal(7))
 		}
 		select {
@@ -1168,7 +1166,8 @@ func (t *jobs) confirm(j *job) (receipt, error) {
 		}
 	case <-time.After(time.Second):
 	}
-	f, _ := os.Open(j.log)       // without it there is nothing to read
+	f, _ := os.OpenFile(j.log, unix.O_NONBLOCK|unix.O_NOCTTY, 0) // without it there is nothing to read; as in recordRelease
+	f.SetDeadline(time.Now())
 	f.Seek(-logTail, io.SeekEnd) // an error means that it is shorter
 	b, _ := io.ReadAll(io.LimitReader(f, logTail))
 	f.Close()
@@ -1185,8 +1184,9 @@ func recordRelease(home string, receipts []receipt) error {
 	if home == "" || b.Len() == 0 {
 		return nil
 	}
-	// O_NONBLOCK: a FIFO that a command put there would hold the run, and no signal would end it.
+	// O_NONBLOCK, and no time: a FIFO that a command put there would hold the run, and no signal would end it.
 	f, err := os.OpenFile(filepath.Join(home, "services", "released.jsonl"), os.O_WRONLY|os.O_CREATE|os.O_APPEND|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0o600)
+	f.SetDeadline(time.Now())         // which a file does not know
 	_, writeErr := f.Write(b.Bytes()) // without the file an error too, as Sync and Close give then
 	return cmp.Or(err, writeErr, f.Sync(), f.Close())
 }
