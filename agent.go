@@ -667,7 +667,7 @@ func runExec(signals context.Context, cfg *config, h *host, transport http.Round
 			p.say("%s: %v", cfg.program, err)
 			return 1
 		}
-		defer t.close()
+		defer removeDir(t.scratch)
 		x.own, x.jobs = t, t
 	}
 	var watch sync.WaitGroup
@@ -794,7 +794,7 @@ func (x *execution) release(ctx context.Context, answer string) (err error) {
 	if left := leftOver(x.own.endAll(orderEnd, func(j *job) bool { return !j.pending() })); left != "" {
 		return errors.New("the answer is complete, but processes" + left)
 	}
-	x.own.close() // it may take long, and a second signal would then end a run that has let go with another code than 0
+	removeDir(x.own.scratch) // it may take long, and a second signal would then end a run that has let go with another code than 0
 	services, list, released := x.own.list((*job).pending), []receipt(nil), [][]any(nil)
 	slices.SortFunc(services, func(a, b *job) int { return strings.Compare(a.id, b.id) })
 	if len(services) > 0 {
@@ -947,7 +947,7 @@ func (b *toolbox) end(t *jobs, who string, say func(string, ...any)) (left strin
 		return ""
 	}
 	t = cmp.Or(t, &jobs{host: b.host})
-	defer t.close()
+	defer removeDir(t.scratch)
 	if left = leftOver(t.endAll(orderEnd, func(*job) bool { return true })); left != "" {
 		say("%s%s", who, left)
 	}

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"debug/buildinfo"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -894,15 +895,21 @@ func TestKeepersThatAreStoppedAtTheirStart(t *testing.T) {
 }
 
 // A directory that its owner cannot write, as in Go's module cache, or not even read
-// is removed with the scratch directory all the same, and what a link leads to is not.
+// is removed with the scratch directory all the same, also that of a dead run, and what
+// a link leads to is not.
 func TestScratchThatCannotBeWritten(t *testing.T) {
 	t.Parallel()
 	r := execRun(t, serve(t, bash("mkdir -p $TMPDIR/mod/deep $TMPDIR/none && touch $TMPDIR/mod/deep/f && ln -s $PWD $TMPDIR/mod/link && chmod -R a-w $TMPDIR/mod && chmod 0 $TMPDIR/none && chmod 711 ."), say("done")))
 	tmp := t.TempDir()
+	dead := tmp + "/belay-0123abcd"
+	needNil(t, errors.Join(os.MkdirAll(dead+"/mod/deep", 0o700), os.WriteFile(dead+"/mod/f", nil, 0o600), os.Symlink(r.workspace, dead+"/link")))
 	if os.Chmod(tmp, 0o777); os.Getuid() == 0 { // whom no mode keeps out
-		needNil(t, os.Chown(r.workspace, nobodyID, nobodyID))
+		for _, path := range []string{r.workspace, dead, dead + "/mod", dead + "/mod/deep", dead + "/mod/f"} {
+			needNil(t, os.Chown(path, nobodyID, nobodyID))
+		}
 		r.as(nobodyID)
 	}
+	needNil(t, errors.Join(os.Chmod(dead+"/mod/deep", 0), os.Chmod(dead+"/mod", 0o500)))
 	r.cmd.Env = append(r.cmd.Env, "TMPDIR="+tmp)
 	r.finish(0)
 	if left, _ := filepath.Glob(tmp + "/*"); len(left) > 0 || r.one("tool_result")["status"] != "success" {

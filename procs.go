@@ -825,10 +825,7 @@ func makeScratch(tmp string) *os.File {
 		// Not belay-projects, which is somebody's work.
 		old, _ := filepath.Glob(filepath.Join(parent, "belay-"+strings.Repeat("[0-9a-f]", 8)))
 		for _, path := range old {
-			if d := lockDir(path); d != nil {
-				os.RemoveAll(path)
-				d.Close()
-			}
+			removeDir(lockDir(path))
 		}
 		if ours != nil {
 			return ours
@@ -849,6 +846,26 @@ func lockDir(path string) *os.File {
 	}
 	d.Close()
 	return nil
+}
+
+// removeDir removes what lockDir gave, if anything; it is the last step of a run. A
+// directory that cannot be written, as those of Go's module cache, keeps what is in
+// it, so where something stays all of them get that right: below the one that is
+// locked, since root may find what others made, who could put links there meanwhile.
+func removeDir(d *os.File) {
+	if d != nil && os.RemoveAll(d.Name()) != nil && d.Chmod(0o700) == nil {
+		if root, err := os.OpenRoot(fmt.Sprintf("/proc/self/fd/%d", d.Fd())); err == nil {
+			filepath.WalkDir(d.Name(), func(path string, e os.DirEntry, _ error) error {
+				if e != nil && e.IsDir() {
+					root.Chmod("."+strings.TrimPrefix(path, d.Name()), 0o700)
+				}
+				return nil
+			})
+			root.Close()
+		}
+		os.RemoveAll(d.Name())
+	}
+	d.Close()
 }
 
 // scrub gives the environment without what looks like a secret and without
@@ -1038,21 +1055,6 @@ func (j *job) pending() bool { return j.log != "" && !j.cancelled.Load() }
 // endAll ends every job that which names, and what killed keepers left.
 func (t *jobs) endAll(order syscall.Signal, which func(*job) bool) string {
 	return end(order, t.list(which)...) + strings.TrimSuffix(" "+endTree(t.host.orphans), " ")
-}
-
-// close removes the scratch directory; it is the last step.
-func (t *jobs) close() {
-	if t.scratch != nil {
-		// A directory that cannot be written, as those of Go's module cache, keeps what is in it. Links are not followed.
-		filepath.WalkDir(t.scratch.Name(), func(path string, e os.DirEntry, _ error) error {
-			if e != nil && e.IsDir() {
-				os.Chmod(path, 0o700)
-			}
-			return nil
-		})
-		os.RemoveAll(t.scratch.Name())
-		t.scratch.Close()
-	}
 }
 
 // output keeps the two ends of what a command prints, whatever that is, and
