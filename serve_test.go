@@ -5,12 +5,14 @@ package main
 import (
 	"bytes"
 	"encoding/json"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -1993,5 +1995,51 @@ func TestAFIFOInPlaceOfGitHoldsNobody(t *testing.T) {
 	w.send(2, aTurn("s", "x", true)).want(2, "resultend")
 	if b := fmt.Sprint(f.body(1)); !strings.Contains(b, "prw") {
 		t.Errorf("no FIFO: %s", b)
+	}
+}
+
+// A connection of HTTP/2 outlives its requests, those of the daemon, too.
+func TestAResendOfTheDaemonTakesAnotherConnection(t *testing.T) {
+	t.Parallel()
+	f := newFakeLlama(t)
+	var mu sync.Mutex
+	var dead string
+	server := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		r.URL.Path = strings.TrimPrefix(r.URL.Path, "/v1")
+		mu.Lock()
+		silent := dead == r.RemoteAddr
+		mu.Unlock()
+		if silent {
+			<-r.Context().Done()
+			return
+		}
+		f.ServeHTTP(w, r)
+	}))
+	server.EnableHTTP2 = true
+	server.StartTLS()
+	defer server.Close()
+	f.turn = func(n int, _ map[string]any) any {
+		return func(w http.ResponseWriter, r *http.Request) {
+			if n > 0 {
+				io.WriteString(w, say(r.Proto))
+				return
+			}
+			mu.Lock()
+			dead = r.RemoteAddr
+			mu.Unlock()
+			<-r.Context().Done()
+		}
+	}
+	home := f.home("")
+	path, ca := filepath.Join(home, "config.toml"), filepath.Join(home, "ca.pem")
+	text, err := os.ReadFile(path)
+	needNil(t, err)
+	needNil(t, os.WriteFile(path, bytes.Replace(text, fmt.Appendf(nil, "socket = %q", f.path), fmt.Appendf(nil, "base_url = %q", server.URL), 1), 0o644))
+	needNil(t, os.WriteFile(ca, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw}), 0o644))
+	d := loopd(t, home)
+	d.cmd.Env = append(d.cmd.Env, "SSL_CERT_FILE="+ca)
+	final, _ := d.serving().dial().send(1, aTurn("s", "go", false)).final(1)
+	if final.Text != "HTTP/2.0" {
+		t.Errorf("got %+v", final)
 	}
 }

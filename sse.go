@@ -203,10 +203,15 @@ func (c *client) complete(ctx context.Context, r *request, emit emitter) (*reply
 		select {
 		case <-ctx.Done(): // seen by the next attempt
 		case <-time.After(delay):
-			(&http.Client{Transport: c.transport}).CloseIdleConnections() // HTTP/2 would take a dead one again
+			c.CloseIdleConnections() // HTTP/2 would take a dead one again
 		}
 	}
 	return nil, err
+}
+
+// CloseIdleConnections is asked of a transport, and upstream of serve.go is one.
+func (c *client) CloseIdleConnections() {
+	(&http.Client{Transport: c.transport}).CloseIdleConnections()
 }
 
 // repair drops or renames the one parameter that a refusal names, once each in
@@ -712,8 +717,7 @@ func (p *partial) restarts(piece []byte, sameID bool) bool {
 	if p.name == "" || !bytes.HasPrefix(piece, []byte("{")) || !isObject(old) || sameID && (string(old) == "{}" || !isObject(piece)) || p.repeats(piece) {
 		return false
 	}
-	last := len(old) - 1
-	return !bytes.HasPrefix(piece, old[:last]) || len(piece) <= last || piece[last] != ',' && piece[last] != '}'
+	return !bytes.HasPrefix(piece, old[:len(old)-1]) || len(piece) < len(old) || piece[len(old)-1] != ',' && piece[len(old)-1] != '}'
 }
 
 // repeats says whether piece is all of the arguments once more, though with other
@@ -943,8 +947,7 @@ func (c *client) redact(reads [][]byte) []recordedPiece {
 func newReplayer(data []byte) (http.RoundTripper, error) {
 	lines, next := []recorded(nil), 0
 	for raw := range bytes.Lines(data) {
-		var line recorded
-		d := json.NewDecoder(bytes.NewReader(raw))
+		line, d := recorded{}, json.NewDecoder(bytes.NewReader(raw))
 		d.DisallowUnknownFields()
 		if err := d.Decode(&line); err != nil || d.More() || raw[len(raw)-1] != '\n' || line.Status < 100 && (line.Status != 0 || len(line.Body) > 0) || line.End == "" {
 			return nil, fmt.Errorf("read the recording, line %d: no whole response as --record writes it: %w", len(lines)+1, cmp.Or(err, io.ErrUnexpectedEOF))
@@ -960,11 +963,10 @@ func newReplayer(data []byte) (http.RoundTripper, error) {
 			body = append(body, strings.NewReader(piece.Text), bytes.NewReader(piece.Base64))
 		}
 		end := cmp.Or(map[string]error{io.EOF.Error(): io.EOF, "open": errSilent}[line.End], errors.New(line.End))
-		body = append(body, readerFunc(func([]byte) (int, error) { return 0, end }))
 		if next++; line.Status == 0 {
 			return nil, map[bool]error{true: &apiError{category: "network", message: line.End}, false: end}[line.Final]
 		}
-		return &http.Response{StatusCode: line.Status, Header: line.Headers, Body: io.NopCloser(io.MultiReader(body...))}, nil
+		return &http.Response{StatusCode: line.Status, Header: line.Headers, Body: io.NopCloser(io.MultiReader(append(body, readerFunc(func([]byte) (int, error) { return 0, end }))...))}, nil
 	}), nil
 }
 
