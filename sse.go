@@ -280,8 +280,7 @@ func toolMessage(id, content string) json.RawMessage {
 // {} where they were none: bad text fails the next turn, and the result says
 // what was wrong. Keys without a value are left out.
 func assistantMessage(r *reply, calls []call) json.RawMessage {
-	m := map[string]any{"role": "assistant", "content": r.text}
-	var list []map[string]any
+	m, list := map[string]any{"role": "assistant", "content": r.text}, []map[string]any(nil)
 	for _, c := range calls {
 		fn := map[string]any{"name": c.name, "arguments": cmp.Or(string(c.args), "{}")}
 		maps.Copy(fn, c.inner)
@@ -348,15 +347,19 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 	return e
 }
 
-// secret is the key, or bytes that no server sends.
-func (c *client) secret() []byte { return []byte(cmp.Or(c.key, "\xff(no key)")) }
-
 // clean takes the key, and the query of the URL, which may hold one, out of what
 // a server said, or of an error that repeats it: some servers show the request
-// that they refuse. PHP writes / as \/ in JSON.
+// that they refuse. It looks twice, the second time behind the escapes that PHP,
+// .NET, Go and Gson put into JSON, and Go and .NET into a page, for what stands in
+// keys and queries; \\ is a backslash, whatever follows. Where no secret is behind
+// them, they stay as they are.
 func (c *client) clean(words string) string {
 	_, query, _ := strings.Cut(c.url, "?")
-	return strings.NewReplacer(string(c.secret()), "[key]", strings.ReplaceAll(string(c.secret()), "/", `\/`), "[key]", "?"+cmp.Or(query, "\xff(no query)"), "?[redacted]").Replace(words)
+	secrets := strings.NewReplacer(cmp.Or(c.key, "\xff(no key)"), "[key]", "?"+cmp.Or(query, "\xff(no query)"), "?[redacted]")
+	words = secrets.Replace(words)
+	plain := strings.NewReplacer(`\\`, `\\`, `\/`, "/", `\u0026`, "&", `\u002B`, "+", `\u002b`, "+", `\u003D`, "=", `\u003d`, "=", "&amp;", "&", "&#43;", "+", "&#x2B;", "+").Replace(words)
+	clean := secrets.Replace(plain)
+	return map[bool]string{true: words, false: clean}[clean == plain]
 }
 
 // receive reads a response into b and records it. A read ends when nothing
@@ -388,7 +391,7 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 		resp.Body.Close()
 		tape.Body = c.redact(reads)
 		line, _ := json.Marshal(tape) // cannot fail; a header may repeat the key, too
-		if _, err := cmp.Or(c.record, io.Discard).Write(append(bytes.ReplaceAll(line, c.secret(), []byte("[key]")), '\n')); err != nil {
+		if _, err := cmp.Or(c.record, io.Discard).Write([]byte(c.clean(string(line)) + "\n")); err != nil {
 			failed = &apiError{category: "internal", message: "write the recording: " + err.Error()}
 		}
 	}()
@@ -847,9 +850,8 @@ func (e *apiError) read(raw []byte, depth int) {
 		case "", "choices", "error", "errors", "message", "detail", "msg", "loc", "status_msg", "base_resp", "metadata", "raw", "error_description", "error_msg", "error_message", "title":
 			e.read(m.val, depth+1)
 		case "code", "status", "status_code", "type", "param", "error_type", "details":
-			if n, _ := strconv.Atoi(word); n >= 400 && n < 600 {
-				e.status = cmp.Or(e.status, n)
-			}
+			n, _ := strconv.Atoi(word)
+			e.status = cmp.Or(e.status, map[bool]int{true: n}[n >= 400 && n < 600])
 			e.said += " " + word[:min(len(word), max(0, maxMessage-len(e.said)))]
 		}
 	}
@@ -987,8 +989,7 @@ type object []struct{ key, val []byte }
 // let "Content" overwrite "content") and values are not copied, which makes
 // this three times as fast.
 func parse(raw []byte) (o object) {
-	var key []byte
-	for i, depth, start := 0, 0, 1; i < len(raw); i++ {
+	for i, depth, start, key := 0, 0, 1, []byte(nil); i < len(raw); i++ {
 		switch c := raw[i]; {
 		case c == '"':
 			for i++; raw[i] != '"'; i++ {
