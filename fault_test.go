@@ -1088,3 +1088,29 @@ func TestListOfReceiptsThatIsAFullFIFO(t *testing.T) {
 		t.Errorf("notices %s", said)
 	}
 }
+
+// A host that was suspended behind a finish reason finds the rest in the socket,
+// and more of it than one read takes.
+func TestStoppedBehindAFinishReason(t *testing.T) {
+	t.Parallel()
+	const pieces = 1000
+	stdout, err := os.Create(filepath.Join(t.TempDir(), "stdout"))
+	needNil(t, err)
+	defer stdout.Close()
+	said := func() string { b, _ := os.ReadFile(stdout.Name()); return string(b) }
+	var r *belayRun
+	r = execRun(t, serve(t, func(w http.ResponseWriter, _ *http.Request) {
+		io.WriteString(w, delta(map[string]any{"content": "begun"}, "stop"))
+		w.(http.Flusher).Flush()
+		until(t, "the first text is out", deadline, func() bool { return strings.Contains(said(), "begun") })
+		r.cmd.Process.Signal(syscall.SIGSTOP)
+		io.WriteString(w, strings.Repeat(delta(map[string]any{"content": "more"}, nil), pieces)+say("done"))
+		w.(http.Flusher).Flush()
+		time.Sleep(finishGrace + 5*lateChance) // past the limit: this is the condition itself
+		r.cmd.Process.Signal(syscall.SIGCONT)
+	}))
+	r.cmd.Stdout = stdout
+	if code, n := r.start().wait(), strings.Count(said(), `"content":"more"`); code != 0 || n != pieces || !strings.Contains(said(), `"content":"done"`) {
+		t.Errorf("exit code %d, %d pieces of %d came out", code, n, pieces)
+	}
+}

@@ -234,10 +234,9 @@ func (c *client) repair(r *request, body []byte, e *apiError) []byte {
 // bytes, since encoding/json sorts the keys of a map. What is unset is left
 // out: servers refuse keys they do not know, and null where they do.
 func (c *client) body(r *request) ([]byte, error) {
-	dropped := r.learned.dropped
+	dropped, unset := r.learned.dropped, map[string]bool{"tools": len(r.tools) <= len("[]"), "temperature": c.temperature == nil, "top_p": c.topP == nil, "seed": c.seed == nil, "reasoning_effort": c.reasoningEffort == "", "max_tokens": c.maxTokens == 0}
 	m := map[string]any{"model": c.model, "stream": true, "stream_options": map[string]bool{"include_usage": true}, "messages": merge(r.messages, dropped["content"]),
 		"tools": r.tools, "temperature": c.temperature, "top_p": c.topP, "seed": c.seed, "reasoning_effort": c.reasoningEffort, "max_tokens": c.maxTokens}
-	unset := map[string]bool{"tools": len(r.tools) <= len("[]"), "temperature": c.temperature == nil, "top_p": c.topP == nil, "seed": c.seed == nil, "reasoning_effort": c.reasoningEffort == "", "max_tokens": c.maxTokens == 0}
 	maps.DeleteFunc(m, func(key string, _ any) bool { return unset[key] })
 	maps.Copy(m, r.extra)
 	m["max_completion_tokens"] = map[bool]any{true: m["max_tokens"]}[dropped["max_tokens"]]
@@ -364,13 +363,14 @@ func (c *client) clean(words string) string {
 
 // receive reads a response into b and records it. A read ends when nothing
 // arrives within the liveness limit, or within the grace after a finish reason;
-// only time spent waiting counts, so a slow consumer is no stall. An error, whose
-// status says most of it, has the limit for the whole: beats do not prolong it.
+// only time spent waiting counts, so a slow consumer is no stall. From the first
+// read behind the limit lateChance is left: we may have been stopped. An error,
+// whose status says most of it, has the limit for the whole: beats do not prolong it.
 func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, resp *http.Response, b *builder) (failed *apiError) {
 	h := resp.Header
 	tape := &recorded{Status: resp.StatusCode, End: "open", Headers: http.Header{"Content-Type": h["Content-Type"],
 		"Content-Encoding": h["Content-Encoding"], "Date": h["Date"], "Location": strings.Fields(bareURL(h.Get("Location"))), "Retry-After": h["Retry-After"], "Retry-After-Ms": h["Retry-After-Ms"]}}
-	reads, until := [][]byte(nil), time.Now().Add(map[bool]time.Duration{true: farFuture, false: c.liveness}[resp.StatusCode/100 == 2])
+	reads, until, late := [][]byte(nil), time.Now().Add(map[bool]time.Duration{true: farFuture, false: c.liveness}[resp.StatusCode/100 == 2]), time.Time{}
 	wire := bufio.NewReader(readerFunc(func(p []byte) (int, error) {
 		stop := watch(min(c.liveness, time.Until(until)), cancel)
 		n, err := resp.Body.Read(p)
@@ -384,7 +384,8 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 		if err != nil && ctx.Err() == nil { // else we closed it
 			tape.End = err.Error()
 		}
-		return n, cmp.Or(err, map[bool]error{true: errSilent}[time.Until(until) < -lateChance]) // or a beat within each lateChance would go on for ever
+		late = cmp.Or(late, map[bool]time.Time{true: time.Now()}[time.Until(until) < 0])
+		return n, cmp.Or(err, map[bool]error{true: errSilent}[late != time.Time{} && time.Since(late) > lateChance]) // or a beat within each lateChance would go on for ever
 	}))
 	defer func() {
 		cancel(nil) // before Close: a stream that may not end is never drained, and the server stops generating
@@ -401,7 +402,7 @@ func (c *client) receive(ctx context.Context, cancel context.CancelCauseFunc, re
 		src = plain
 	}
 	if resp.StatusCode/100 == 2 {
-		return b.read(src, func() { until = time.Now().Add(c.grace) })
+		return b.read(src, func() { until, late = time.Now().Add(c.grace), time.Time{} })
 	}
 	raw, _ := io.ReadAll(io.LimitReader(src, maxErrorBody)) // a body that breaks off still has its status
 	e := refusal([]byte(c.clean(string(raw))), resp.StatusCode, strings.TrimSpace(fmt.Sprint(resp.StatusCode, " ", http.StatusText(resp.StatusCode)))+": ")
