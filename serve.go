@@ -799,10 +799,7 @@ func (d *daemon) lastTurn(session string) any {
 	case !in("end max_turns cancelled interrupted", j.stop):
 		return newWireError(errorCode(cmp.Or(j.stop, string(codeNoSuchSession))), "the last turn of the session failed, or it has none")
 	}
-	var last json.RawMessage
-	if n := len(j.messages); n > 0 {
-		last = j.messages[n-1]
-	}
+	last := append(j.messages, nil)[max(0, len(j.messages)-1)] // or none
 	return &wireReply{Type: "result", Session: session, Turn: j.turn, Stop: j.stop, Text: str(parse(last).get("content"))}
 }
 
@@ -985,12 +982,14 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err er
 			p.say("%s: session %s", cfg.program, r.Session)
 		}
 	}
+	first := sync.OnceValue(func() error { return send(1, r) })
 	context.AfterFunc(ctx, func() {
 		signal.Reset(endSignals()...) // a second one ends us as it ends any program
 		p.say("%s: cancelling; once more to leave the turn alone", cfg.program)
-		_ = send(2, &wireRequest{Type: "cancel", Session: r.Session}) // which fits into a frame
+		// Not before the turn, which the daemon would then run; it fits into a frame.
+		_, _ = first(), send(2, &wireRequest{Type: "cancel", Session: r.Session})
 	})
-	if err = send(1, r); err != nil { // only now: a daemon that stands still may not take it
+	if err = first(); err != nil { // only now: a daemon that stands still may not take it
 		return 1, err
 	}
 	for {

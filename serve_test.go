@@ -1751,6 +1751,40 @@ func TestLinesThatCannotBeWritten(t *testing.T) {
 }
 
 // A request that no frame can hold is refused by the client: nobody would answer it.
+// A daemon that heard of the cancel first would know no such turn, and then run it.
+func TestACancelComesBehindItsTurn(t *testing.T) {
+	t.Parallel()
+	f := newFakeLlama(t)
+	f.turn = func(int, map[string]any) any { return streaming(nil) }
+	d := loopd(t, f.home("")).serving()
+	r := d.client("turn", "-")
+	stderr, theirs, err := os.Pipe()
+	needNil(t, err)
+	defer stderr.Close()
+	_, err = theirs.Write(make([]byte, 64<<10)) // it is full: belay waits to name the session
+	needNil(t, err)
+	r.cmd.Stdin, r.cmd.Stderr = strings.NewReader(strings.Repeat("x", contentMax)), theirs // which takes a while to encode
+	r.start()
+	theirs.Close()
+	w, id := d.dial(), int64(0)
+	until(t, "it is connected", deadline, func() bool {
+		id++
+		return strings.Contains(string(w.send(id, wireRequest{Type: "status"}).want(id, "status").Status), `"clients":2`)
+	})
+	time.Sleep(lastLines / 4) // signals are caught a moment later
+	r.cmd.Process.Signal(syscall.SIGINT)
+	time.Sleep(lastLines / 4)
+	go io.Copy(io.Discard, stderr)
+	select {
+	case <-r.waited:
+	case <-time.After(deadline / 3):
+		t.Errorf("the turn runs on: %+v", d.status())
+	}
+	if r.cmd.Process.Kill(); r.wait() != 130 {
+		t.Errorf("%v", r.cmd.ProcessState)
+	}
+}
+
 func TestAPromptThatNoFrameHolds(t *testing.T) {
 	f := newFakeLlama(t)
 	r := loopd(t, f.home("")).serving().client("turn", "--session", "s", "-")
