@@ -997,7 +997,8 @@ func runClient(cfg *config, stdout io.Writer, stderr *os.File) (code int, err er
 		interrupted := endingOf(context.Cause(ctx)).code
 		// A bye in place of an answer: the request came when the daemon took none any more.
 		if err != nil || cfg.command != "shutdown" && str(parse(e.Msg).get("type")) == "bye" {
-			return max(1, interrupted), errors.New("the daemon closed the connection; see docs/runbook.md#no-daemon")
+			p.say("%s: the daemon closed the connection; see docs/runbook.md#no-daemon", cfg.program) // as all of a turn: its stderr may take nothing
+			return max(1, interrupted), nil
 		}
 		if e.ID == 2 { // of no interest
 			continue

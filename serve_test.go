@@ -1751,6 +1751,32 @@ func TestLinesThatCannotBeWritten(t *testing.T) {
 }
 
 // A request that no frame can hold is refused by the client: nobody would answer it.
+// A turn is told on stderr what became of its daemon, whether or not that takes it.
+func TestADaemonThatLeftATurnWithAStalledStderr(t *testing.T) {
+	t.Parallel()
+	f := newFakeLlama(t)
+	f.turn = func(int, map[string]any) any { return streaming(nil) }
+	d := loopd(t, f.home("")).serving()
+	stderr, theirs, err := os.Pipe()
+	needNil(t, err)
+	defer stderr.Close()
+	_, err = theirs.Write(make([]byte, 64<<10)) // it is full
+	needNil(t, err)
+	r := d.client("turn", "--session", "s", "x")
+	r.cmd.Stderr = theirs
+	r.start()
+	until(t, "the turn runs", deadline, func() bool { return f.count("turn") == 1 })
+	d.kill()
+	select {
+	case <-r.waited:
+	case <-time.After(deadline / 3):
+		t.Error("it waits for the reader of stderr")
+	}
+	if r.cmd.Process.Kill(); r.wait() != 1 {
+		t.Errorf("%v", r.cmd.ProcessState)
+	}
+}
+
 // A daemon that heard of the cancel first would know no such turn, and then run it.
 func TestACancelComesBehindItsTurn(t *testing.T) {
 	t.Parallel()
