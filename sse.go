@@ -341,7 +341,7 @@ func (c *client) send(ctx context.Context, cancel context.CancelCauseFunc, body 
 	// What a proxy answered is one of our errors by now, and so is what a recording says that no re-send would change.
 	_ = errors.As(err, &e)
 	if c.record != nil && (silent || ctx.Err() == nil) { // no response is one too, or a replay would lack its retry; an error shows with the next
-		json.NewEncoder(c.record).Encode(recorded{Body: []recordedPiece{}, End: cmp.Or(map[bool]string{true: "open"}[silent], c.clean(e.message)), Final: !e.retryable})
+		json.NewEncoder(c.record).Encode(recorded{Headers: map[bool]http.Header{true: {"Retry-After": {fmt.Sprint(e.retryAfter.Seconds())}}}[e.retryAfter > 0], Body: []recordedPiece{}, End: cmp.Or(map[bool]string{true: "open"}[silent], c.clean(e.message)), Final: !e.retryable})
 	}
 	return e
 }
@@ -967,7 +967,7 @@ func newReplayer(data []byte) (http.RoundTripper, error) {
 		}
 		end := cmp.Or(map[string]error{io.EOF.Error(): io.EOF, "open": errSilent}[line.End], errors.New(line.End))
 		if next++; line.Status == 0 {
-			return nil, map[bool]error{true: &apiError{category: "network", message: line.End}, false: end}[line.Final]
+			return nil, map[bool]error{true: &apiError{category: "network", message: line.End, retryable: !line.Final, retryAfter: retryAfter(line.Headers, time.Now())}, false: end}[line.Final || line.Headers != nil]
 		}
 		return &http.Response{StatusCode: line.Status, Header: line.Headers, Body: io.NopCloser(io.MultiReader(append(body, readerFunc(func([]byte) (int, error) { return 0, end }))...))}, nil
 	}), nil

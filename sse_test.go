@@ -18,6 +18,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -1416,6 +1417,26 @@ func TestHeartbeatsDoNotHoldAnError(t *testing.T) {
 	_, err := caseClient(url).complete(ctx, &request{learned: newLearned()}, quiet)
 	if api, _ := errors.AsType[*apiError](err); api == nil || api.category != "overloaded" || !strings.HasSuffix(api.message, "503 Service Unavailable: too many") {
 		t.Errorf("got %v", err)
+	}
+}
+
+func TestAProxyThatAsksToWaitIsReplayedAsOne(t *testing.T) {
+	for _, wait := range []string{"0.002", "3600"} {
+		proxy := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { sseStatus(503, "", "Retry-After", wait)(w) }))
+		defer proxy.Close()
+		u, err := url.Parse(proxy.URL)
+		needNil(t, err)
+		var tape bytes.Buffer
+		o := clientOptions{url: "https://models.test/v1/chat/completions", liveness: testDeadline, backoff: []time.Duration{time.Millisecond}, record: &tape}
+		c := newClient(o)
+		c.transport.(*http.Transport).Proxy = http.ProxyURL(u)
+		first := playAll(c)
+		o.transport, err = newReplayer(tape.Bytes())
+		needNil(t, err)
+		o.record = nil
+		if again := playAll(newClient(o)); !slices.Equal(first, again) {
+			t.Errorf("%s: recorded %q\nreplayed %q", wait, first, again)
+		}
 	}
 }
 
