@@ -899,7 +899,7 @@ func classify(status int, inside bool, said string) (category string, retryable 
 func retryAfter(h http.Header, now time.Time) (wait time.Duration) {
 	at, _ := http.ParseTime(h.Get("Retry-After")) // what is no date is long past
 	said, _ := http.ParseTime(h.Get("Date"))
-	wait = max(at.Sub(cmp.Or(said, now)), 0)
+	wait = min(max(at.Sub(cmp.Or(said, now)), 0), farFuture)
 	for i, name := range []string{"Retry-After", "Retry-After-Ms"} {
 		if n, err := strconv.ParseFloat(strings.TrimSpace(h.Get(name)), 64); err == nil && n >= 0 {
 			wait = time.Duration(min(n*[]float64{1e9, 1e6}[i], float64(farFuture)))

@@ -984,7 +984,7 @@ func TestRetryAfterForms(t *testing.T) {
 	}{
 		{"", "", 0}, {"2", "", 2 * time.Second}, {"1.5", "", 1500 * time.Millisecond}, {"1", "250", 250 * time.Millisecond},
 		{"0", "", 0}, {"-5", "", 0}, {"nan", "", 0}, {"1e300", "", farFuture}, {"inf", "", farFuture}, {"soon", "", 0},
-		{" 3 ", "x", 3 * time.Second}, {"Fri, 01 May 2026 12:00:07 GMT", "", 7 * time.Second}, {"Wed, 21 Oct 2015 07:28:00 GMT", "", 0},
+		{" 3 ", "x", 3 * time.Second}, {"Fri, 01 May 2026 12:00:07 GMT", "", 7 * time.Second}, {"Wed, 21 Oct 2015 07:28:00 GMT", "", 0}, {"Fri, 31 Dec 9999 23:59:59 GMT", "", farFuture},
 	} {
 		h := http.Header{"Retry-After": {c.seconds}, "Retry-After-Ms": {c.ms}}
 		if got := retryAfter(h, now); got != c.want {
