@@ -821,11 +821,11 @@ func makeScratch(tmp string) *os.File {
 		if !filepath.IsAbs(parent) || !utf8.ValidString(parent) || os.Mkdir(path, 0o700) != nil {
 			continue
 		}
-		ours := lockDir(path) // nil: another run that starts now took it for a leftover, or there are no locks here
+		ours := lockDir(path, true) // nil: another run that starts now took it for a leftover, or there are no locks here
 		// Not belay-projects, which is somebody's work.
 		old, _ := filepath.Glob(filepath.Join(parent, "belay-"+strings.Repeat("[0-9a-f]", 8)))
 		for _, path := range old {
-			removeDir(lockDir(path))
+			removeDir(lockDir(path, false))
 		}
 		if ours != nil {
 			return ours
@@ -835,13 +835,14 @@ func makeScratch(tmp string) *os.File {
 	return nil
 }
 
-// lockDir locks a directory, nil when it is none, in use, another user's or
-// removed meanwhile.
-func lockDir(path string) *os.File {
+// lockDir locks a directory, nil when it is none, in use or removed meanwhile; or
+// another user's, unless we made it, for a network may give it any owner: whoever
+// fills one faster than it is removed would hold us up.
+func lockDir(path string, made bool) *os.File {
 	d, _ := os.OpenFile(path, unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
 	// flock(2) ends with the process whatever kills it; EWOULDBLOCK: in use; EBADF: it was not opened.
 	err := unix.Flock(int(d.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-	if _, removed := os.Lstat(path); cmp.Or(err, removed) == nil {
+	if fi, removed := os.Lstat(path); cmp.Or(err, removed) == nil && (made || int(fi.Sys().(*syscall.Stat_t).Uid) == os.Geteuid()) {
 		return d
 	}
 	d.Close()
@@ -851,7 +852,7 @@ func lockDir(path string) *os.File {
 // removeDir removes what lockDir gave, if anything; it is the last step of a run. A
 // directory that cannot be written, as those of Go's module cache, keeps what is in
 // it, so where something stays all of them get that right: below the one that is
-// locked, since root may find what others made, who could put links there meanwhile.
+// locked, should others be able to put links there meanwhile.
 func removeDir(d *os.File) {
 	if d != nil && os.RemoveAll(d.Name()) != nil && d.Chmod(0o700) == nil {
 		if root, err := os.OpenRoot(fmt.Sprintf("/proc/self/fd/%d", d.Fd())); err == nil {

@@ -321,7 +321,7 @@ func TestScratchLeftovers(t *testing.T) {
 	}
 	os.WriteFile(filepath.Join(tmp, "belay-00000003"), nil, 0o600)
 	os.Symlink("belay-projects", filepath.Join(tmp, "belay-00000004"))
-	live := lockDir(filepath.Join(tmp, "belay-00000002"))
+	live := lockDir(filepath.Join(tmp, "belay-00000002"), false)
 	if live == nil {
 		t.Fatal("cannot lock a directory of our own")
 	}
@@ -344,7 +344,7 @@ func TestScratchLeftovers(t *testing.T) {
 	if fi, err := scratch.Stat(); err != nil || fi.Mode().Perm() != 0o700 || filepath.Dir(scratch.Name()) != tmp {
 		t.Errorf("%v %v in %s", fi.Mode(), err, scratch.Name())
 	}
-	if other := lockDir(scratch.Name()); other != nil {
+	if other := lockDir(scratch.Name(), false); other != nil {
 		t.Error("the scratch directory could be locked twice")
 	}
 	for _, bad := range []string{"", "relative", filepath.Join(tmp, "missing")} {
