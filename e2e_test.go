@@ -61,6 +61,9 @@ func TestMain(m *testing.M) {
 		os.Exit(1)
 	}
 	programs = dir
+	if signal.Ignored(syscall.SIGHUP) { // as by nohup, and then in every belay that is started here
+		signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP)
+	}
 	code := m.Run()
 	os.RemoveAll(dir)
 	os.Exit(code)
