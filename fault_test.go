@@ -479,16 +479,12 @@ func TestMemoryEnds(t *testing.T) {
 		if code := r.wait(); code != 0 {
 			t.Errorf("exit code %d: %s", code, r.cmd.ProcessState)
 		}
-		left := func() bool { return len(inDir(r.workspace)) == 0 && !r.keepers() }
-		for end := time.Now().Add(leftWait); !left() && time.Now().Before(end); {
-			time.Sleep(pause)
-		}
-		if all := inDir(r.workspace); len(all) > 0 {
-			t.Errorf("%d processes left", len(all))
-			for _, pid := range all {
+		t.Cleanup(func() { // before the group is removed, if the test has failed
+			for _, pid := range inDir(r.workspace) {
 				syscall.Kill(pid, syscall.SIGKILL)
 			}
-		}
+		})
+		until(t, "no process of the run is left", leftWait, func() bool { return len(inDir(r.workspace)) == 0 && !r.keepers() })
 	})
 }
 

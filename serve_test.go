@@ -1751,17 +1751,24 @@ func TestLinesThatCannotBeWritten(t *testing.T) {
 }
 
 // A request that no frame can hold is refused by the client: nobody would answer it.
+// fullPipe gives a pipe that takes nothing until it is read.
+func fullPipe(t *testing.T) (reader, writer *os.File) {
+	t.Helper()
+	reader, writer, err := os.Pipe()
+	needNil(t, err)
+	t.Cleanup(func() { reader.Close(); writer.Close() })
+	_, err = writer.Write(make([]byte, 64<<10))
+	needNil(t, err)
+	return reader, writer
+}
+
 // A turn is told on stderr what became of its daemon, whether or not that takes it.
 func TestADaemonThatLeftATurnWithAStalledStderr(t *testing.T) {
 	t.Parallel()
 	f := newFakeLlama(t)
 	f.turn = func(int, map[string]any) any { return streaming(nil) }
 	d := loopd(t, f.home("")).serving()
-	stderr, theirs, err := os.Pipe()
-	needNil(t, err)
-	defer stderr.Close()
-	_, err = theirs.Write(make([]byte, 64<<10)) // it is full
-	needNil(t, err)
+	_, theirs := fullPipe(t)
 	r := d.client("turn", "--session", "s", "x")
 	r.cmd.Stderr = theirs
 	r.start()
@@ -1784,11 +1791,8 @@ func TestACancelComesBehindItsTurn(t *testing.T) {
 	f.turn = func(int, map[string]any) any { return streaming(nil) }
 	d := loopd(t, f.home("")).serving()
 	r := d.client("turn", "-")
-	stderr, theirs, err := os.Pipe()
-	needNil(t, err)
-	defer stderr.Close()
-	_, err = theirs.Write(make([]byte, 64<<10)) // it is full: belay waits to name the session
-	needNil(t, err)
+	// belay waits to name the session
+	stderr, theirs := fullPipe(t)
 	r.cmd.Stdin, r.cmd.Stderr = strings.NewReader(strings.Repeat("x", contentMax)), theirs // which takes a while to encode
 	r.start()
 	theirs.Close()
